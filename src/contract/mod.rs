@@ -4,9 +4,19 @@
 //! `check` refuses operands. The checks have one order: the layer against the step, the batch's size, then the operands from input to
 //! output; of an operand its element type, its shape, and the alignment of its rows.
 
+mod embedding;
+mod experts;
+mod fully_sharded;
 mod fused_linear;
+mod linear;
 
-pub(crate) use self::fused_linear::FusedLinear;
+pub(crate) use self::{
+    embedding::Embedding,
+    experts::{Experts, ExpertsForm, check_of_routes, check_tokens, check_top_k},
+    fully_sharded::FullyShardedLinear,
+    fused_linear::FusedLinear,
+    linear::Linear,
+};
 use crate::{DType, error::OperandError, extent::Extent, model::ModelId, plan::Capacity};
 
 /// The table and the batch of a step.

@@ -1,26 +1,20 @@
 use super::{MatrixMut, Step, WeightTable};
-use crate::{
-    Element,
-    error::OperandError,
-    model::{EmbeddingId, EmbeddingSite, ModelId},
-    plan::PlanError,
-};
+use crate::{Element, contract, error::OperandError, model::EmbeddingId, plan::PlanError};
 
 /// The LoRA operation of one embedding.
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
-    model: ModelId,
-    site: EmbeddingSite,
+    contract: contract::Embedding,
 }
 
 impl LoraEmbedding {
     /// The embedding `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model.
+    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::Limit`] if the kernels of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: EmbeddingId) -> Result<Self, PlanError> {
-        let site = weights.model().embedding(id).ok_or(PlanError::Foreign)?.clone();
-        Ok(Self { model: weights.model().id(), site })
+        let contract = contract::Embedding::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { contract })
     }
 
     #[doc = include_str!("../docs/operations/embedding_add_delta.md")]
@@ -33,15 +27,12 @@ impl LoraEmbedding {
         token_ids: &[i32],
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        if token_ids.len() != step.num_tokens() {
-            return Err(OperandError::Length { operand: "token_ids", got: token_ids.len(), want: step.num_tokens() });
-        }
-        y.check(step.num_tokens(), self.site.hidden())?;
-        step.check::<T>("y", self.model)?;
+        self.contract.check(step.shape(), token_ids.len(), y.shape())?;
+        let site = &self.contract.site;
         y.for_rows(&|token, y| {
-            let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < self.site.vocab()) else { return };
-            let Some(factors) = step.factors(step.batch.slots()[token], self.site.entry()) else { return };
-            factors.expand(&factors.look_up(self.site.vocab(), id), step.batch.scale(token), y);
+            let Some(id) = usize::try_from(token_ids[token]).ok().filter(|&id| id < site.vocab()) else { return };
+            let Some(factors) = step.factors(step.batch.slots()[token], site.entry()) else { return };
+            factors.expand(&factors.look_up(site.vocab(), id), step.batch.scale(token), y);
         });
         Ok(())
     }

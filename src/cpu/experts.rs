@@ -3,9 +3,10 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
 use crate::{
     Element,
+    contract::{self, ExpertsForm},
     error::OperandError,
-    model::{Activation, ExpertsId, ExpertsSite, ModelId, ProjectionSite},
-    plan::PlanError,
+    model::{Activation, ExpertsId, ProjectionSite},
+    plan::{ExpertsPlan, PlanError},
     routing::TopK,
 };
 
@@ -40,7 +41,7 @@ use crate::{
 ///
 /// // Two experts with intermediate size 2 and hidden size 1, and an adapter of rank 1 for the second expert's down.
 /// let mut spec = ModelSpec::new();
-/// let id = spec.experts(Experts::new("mlp.experts", 2, 1, 2))?;
+/// let id = spec.experts(Experts::new("mlp.experts", 2, 1, 2).top_k(2))?;
 /// let model = spec.shard(TpRank::SINGLE)?;
 /// let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
 /// let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 3}"#;
@@ -77,8 +78,7 @@ use crate::{
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
 pub struct LoraExperts {
-    model: ModelId,
-    site: ExpertsSite,
+    contract: contract::Experts,
 }
 
 /// The deltas of one projection, after shrink.
@@ -112,10 +112,16 @@ impl LoraExperts {
     /// The experts `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model.
+    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the kernels
+    /// of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
-        let site = weights.model().experts(id).ok_or(PlanError::Foreign)?.clone();
-        Ok(Self { model: weights.model().id(), site })
+        let contract = contract::Experts::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { contract })
+    }
+
+    /// The launch configuration on a GPU.
+    pub fn plan(&self) -> &ExpertsPlan {
+        &self.contract.plan
     }
 
     #[doc = include_str!("../docs/operations/experts_add_gate_up_delta.md")]
@@ -129,7 +135,9 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.add(&self.gate_up(step, top_k, x)?, y, false)
+        self.check(step, top_k, x, ExpertsForm::GateUp { y: y.shape() })?;
+        self.add(&self.gate_up(step, top_k, x), y, false);
+        Ok(())
     }
 
     #[doc = include_str!("../docs/operations/experts_write_gate_up_delta.md")]
@@ -143,7 +151,9 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.add(&self.gate_up(step, top_k, x)?, y, true)
+        self.check(step, top_k, x, ExpertsForm::GateUp { y: y.shape() })?;
+        self.add(&self.gate_up(step, top_k, x), y, true);
+        Ok(())
     }
 
     #[doc = include_str!("../docs/operations/experts_activate.md")]
@@ -161,14 +171,10 @@ impl LoraExperts {
         mut out: MatrixMut<'_, T>,
         activation: Activation,
     ) -> Result<(), OperandError> {
-        let deltas = self.gate_up(step, top_k, x)?;
-        y.check_as("y", top_k.num_routes(), self.site.gate_up().out_features())?;
-        out.check_as("out", top_k.num_routes(), self.site.down().in_features())?;
-        if !self.site.allows(activation) {
-            return Err(OperandError::Activation { activation });
-        }
-        let (gate, up) = self.site.gate_and_up();
-        let place = |slice| self.site.gate_up().columns(slice);
+        self.check(step, top_k, x, ExpertsForm::Activate { y: y.shape(), out: out.shape(), activation })?;
+        let (deltas, site) = (self.gate_up(step, top_k, x), &self.contract.site);
+        let (gate, up) = site.gate_and_up();
+        let place = |slice| site.gate_up().columns(slice);
         let (gate, up) = (gate.map(place), place(up));
         let routes = self.by_row(top_k);
         out.for_rows(&|row, out| {
@@ -194,7 +200,9 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.add(&self.down(step, top_k, x)?, y, false)
+        self.check(step, top_k, x, ExpertsForm::Down { y: y.shape() })?;
+        self.add(&self.down(step, top_k, x), y, false);
+        Ok(())
     }
 
     #[doc = include_str!("../docs/operations/experts_write_down_delta.md")]
@@ -208,7 +216,9 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.add(&self.down(step, top_k, x)?, y, true)
+        self.check(step, top_k, x, ExpertsForm::Down { y: y.shape() })?;
+        self.add(&self.down(step, top_k, x), y, true);
+        Ok(())
     }
 
     #[doc = include_str!("../docs/operations/experts_add_combined_delta.md")]
@@ -222,8 +232,8 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        let deltas = self.down(step, top_k, x)?;
-        y.check(top_k.num_tokens(), self.site.down().out_features())?;
+        self.check(step, top_k, x, ExpertsForm::AddCombined { y: y.shape() })?;
+        let deltas = self.down(step, top_k, x);
         y.for_rows(&|token, y| {
             let mut sums = vec![0.0; y.len()];
             let mut has_any = false;
@@ -252,9 +262,8 @@ impl LoraExperts {
         y: Matrix<'_, T>,
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        let deltas = self.down(step, top_k, x)?;
-        y.check_as("y", top_k.num_routes(), self.site.down().out_features())?;
-        out.check_as("out", top_k.num_tokens(), self.site.down().out_features())?;
+        self.check(step, top_k, x, ExpertsForm::Combine { y: y.shape(), out: out.shape() })?;
+        let deltas = self.down(step, top_k, x);
         out.for_rows(&|token, out| {
             let mut sums = vec![0.0; out.len()];
             for route in self.of_token(top_k, token).filter(|route| route.expert.is_some()) {
@@ -267,30 +276,24 @@ impl LoraExperts {
         Ok(())
     }
 
-    fn gate_up<'a, T: Element>(
-        &'a self,
-        step: &'a Step<'_>,
-        top_k: &'a TopK<'a>,
-        x: Matrix<'a, T>,
-    ) -> Result<Deltas<'a, T>, OperandError> {
-        x.check(top_k.num_tokens(), self.site.gate_up().in_features())?;
-        top_k.check_tokens(step.num_tokens())?;
-        step.check::<T>("x", self.model)?;
-        let input = |route: Route| (route.token, top_k.input_weight(route.number));
-        Ok(self.deltas(self.site.gate_up(), step, top_k, x, input))
+    fn check<T: Element>(
+        &self,
+        step: &Step<'_>,
+        top_k: &TopK<'_>,
+        x: Matrix<'_, T>,
+        form: ExpertsForm,
+    ) -> Result<(), OperandError> {
+        self.contract.check(step.shape(), [top_k.num_tokens(), top_k.top_k()], x.shape(), form)
     }
 
-    fn down<'a, T: Element>(
-        &'a self,
-        step: &'a Step<'_>,
-        top_k: &'a TopK<'a>,
-        x: Matrix<'a, T>,
-    ) -> Result<Deltas<'a, T>, OperandError> {
-        x.check(top_k.num_routes(), self.site.down().in_features())?;
-        top_k.check_tokens(step.num_tokens())?;
-        step.check::<T>("x", self.model)?;
+    fn gate_up<'a, T: Element>(&'a self, step: &'a Step<'_>, top_k: &'a TopK<'a>, x: Matrix<'a, T>) -> Deltas<'a, T> {
+        let input = |route: Route| (route.token, top_k.input_weight(route.number));
+        self.deltas(self.contract.site.gate_up(), step, top_k, x, input)
+    }
+
+    fn down<'a, T: Element>(&'a self, step: &'a Step<'_>, top_k: &'a TopK<'a>, x: Matrix<'a, T>) -> Deltas<'a, T> {
         let input = |route: Route| (route.row, top_k.row_weight(route.number));
-        Ok(self.deltas(self.site.down(), step, top_k, x, input))
+        self.deltas(self.contract.site.down(), step, top_k, x, input)
     }
 
     /// Shrinks. `input` returns a route's row of `x` and the factor on its delta.
@@ -332,13 +335,7 @@ impl LoraExperts {
     }
 
     /// Adds deltas to the rows of their routes, or overwrites the rows.
-    fn add<T: Element>(
-        &self,
-        deltas: &Deltas<'_, T>,
-        mut y: MatrixMut<'_, T>,
-        overwrites: bool,
-    ) -> Result<(), OperandError> {
-        y.check(deltas.top_k.num_routes(), deltas.projection.out_features())?;
+    fn add<T: Element>(&self, deltas: &Deltas<'_, T>, mut y: MatrixMut<'_, T>, overwrites: bool) {
         let routes = self.by_row(deltas.top_k);
         y.for_rows(&|row, y| {
             let Some(route) = routes[row] else { return };
@@ -347,7 +344,6 @@ impl LoraExperts {
             }
             deltas.each(route, |column, delta| y[column] = T::from_f32(y[column].to_f32() + delta));
         });
-        Ok(())
     }
 
     /// The route of each row in `[routes, ..]` matrices.
@@ -365,7 +361,7 @@ impl LoraExperts {
     }
 
     fn route(&self, top_k: &TopK<'_>, number: usize) -> Option<Route> {
-        let expert = top_k.expert(number, self.site.held().len());
+        let expert = top_k.expert(number, self.contract.site.held().len());
         Some(Route { number, token: number / top_k.top_k(), row: top_k.row(number)?, expert })
     }
 }

@@ -1,13 +1,8 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
-use crate::{
-    Element,
-    error::OperandError,
-    model::{Exchange, LinearId, LinearSite, ModelId},
-    plan::PlanError,
-};
+use crate::{Element, contract, error::OperandError, model::LinearId, plan::PlanError};
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
-/// with the other ranks, as [`Exchange`] says.
+/// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
 ///
 /// ```
 /// use aril::{
@@ -63,9 +58,7 @@ use crate::{
 #[derive(Clone, Debug)]
 #[doc(alias = "S-LoRA")]
 pub struct FullyShardedLinear {
-    model: ModelId,
-    site: LinearSite,
-    exchange: Exchange,
+    contract: contract::FullyShardedLinear,
 }
 
 impl FullyShardedLinear {
@@ -73,17 +66,16 @@ impl FullyShardedLinear {
     ///
     /// # Errors
     /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::NotFullySharded`] if the layer has no
-    /// [exchange](LinearSite::exchange).
+    /// [exchange](crate::model::LinearSite::exchange).
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
-        let site = weights.model().linear(id).ok_or(PlanError::Foreign)?.clone();
-        let exchange = site.exchange().ok_or(PlanError::NotFullySharded)?;
-        Ok(Self { model: weights.model().id(), site, exchange })
+        let contract = contract::FullyShardedLinear::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { contract })
     }
 
     /// Writes this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements beyond the rank of the
     /// token's adapter are zero.
     ///
-    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`] with the table's `max_rank`.
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`.
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `v` is then unchanged.
@@ -93,14 +85,12 @@ impl FullyShardedLinear {
         x: Matrix<'_, T>,
         mut v: MatrixMut<'_, f32>,
     ) -> Result<(), OperandError> {
-        x.check(step.num_tokens(), self.site.in_features())?;
-        let [rows, cols] = self.exchange.sent(step.num_tokens(), step.max_rank);
-        v.check_as("v", rows, cols)?;
-        step.check::<T>("x", self.model)?;
+        self.contract.check_shrink(step.shape(), x.shape(), v.shape())?;
+        let contract::FullyShardedLinear { site, exchange, .. } = &self.contract;
         v.for_rows(&|token, v| {
             v.fill(0.0);
-            for (slice, v) in v.chunks_mut(self.exchange.width(step.max_rank)).enumerate() {
-                if let Some(factors) = step.factors(step.batch.slots()[token], self.site.first_entry() + slice) {
+            for (slice, v) in v.chunks_mut(exchange.width(step.max_rank)).enumerate() {
+                if let Some(factors) = step.factors(step.batch.slots()[token], site.first_entry() + slice) {
                     factors.shrink(x.row(token), v);
                 }
             }
@@ -111,7 +101,7 @@ impl FullyShardedLinear {
     /// `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows of B. All
     /// other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`] with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`.
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`.
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
@@ -121,18 +111,16 @@ impl FullyShardedLinear {
         v: Matrix<'_, f32>,
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        let [rows, cols] = self.exchange.received(step.num_tokens(), step.max_rank);
-        v.check_as("v", rows, cols)?;
-        y.check(step.num_tokens(), self.site.out_features())?;
-        step.check::<T>("y", self.model)?;
+        self.contract.check_expand(step.shape(), v.shape(), y.shape())?;
+        let site = &self.contract.site;
         y.for_rows(&|token, mut y| {
-            for (slice, site) in self.site.slices().iter().enumerate() {
-                let (y_slice, rest) = y.split_at_mut(site.out_features());
+            for (slice, of_slice) in site.slices().iter().enumerate() {
+                let (y_slice, rest) = y.split_at_mut(of_slice.out_features());
                 y = rest;
                 let slot = step.batch.slots()[token];
-                if let Some(factors) = step.factors(slot, self.site.first_entry() + slice) {
+                if let Some(factors) = step.factors(slot, site.first_entry() + slice) {
                     let whole = self.whole(step, v, token, slice, factors.rank());
-                    factors.expand(&whole, step.batch.scale(token), &mut y_slice[site.delta_range()]);
+                    factors.expand(&whole, step.batch.scale(token), &mut y_slice[of_slice.delta_range()]);
                 }
             }
         });
@@ -141,7 +129,8 @@ impl FullyShardedLinear {
 
     /// `v` of one slice of a token, for an adapter of rank `rank`.
     fn whole(&self, step: &Step<'_>, v: Matrix<'_, f32>, token: usize, slice: usize, rank: usize) -> Vec<f32> {
-        let (first, width) = (slice * self.exchange.width(step.max_rank), self.exchange.width(rank));
+        let exchange = &self.contract.exchange;
+        let (first, width) = (slice * exchange.width(step.max_rank), exchange.width(rank));
         // Element `k` is in the part of rank `k / width`; sums have one part.
         (0..rank).map(|k| v.row(k / width * step.num_tokens() + token)[first + k % width]).collect()
     }

@@ -2,30 +2,32 @@ use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::Parall
 
 use super::{Matrix, MatrixMut, Step, WeightTable, activation};
 use crate::{
-    Element,
+    Element, contract,
     error::OperandError,
-    model::{Activation, LinearId, LinearSite, ModelId},
-    plan::PlanError,
+    model::{Activation, LinearId},
+    plan::{LinearPlan, PlanError},
 };
 
 /// The LoRA operations of one linear layer.
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
-    model: ModelId,
-    site: LinearSite,
+    contract: contract::Linear,
 }
 
 impl LoraLinear {
     /// The layer `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully sharded.
+    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully sharded,
+    /// [`PlanError::Limit`] if the kernels of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
-        let site = weights.model().linear(id).ok_or(PlanError::Foreign)?.clone();
-        if site.exchange().is_some() {
-            return Err(PlanError::FullySharded);
-        }
-        Ok(Self { model: weights.model().id(), site })
+        let contract = contract::Linear::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        Ok(Self { contract })
+    }
+
+    /// The launch configuration on a GPU.
+    pub fn plan(&self) -> &LinearPlan {
+        &self.contract.plan
     }
 
     #[doc = include_str!("../docs/operations/linear_add_delta.md")]
@@ -39,7 +41,7 @@ impl LoraLinear {
         x: Matrix<'_, T>,
         y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        y.check(step.num_tokens(), self.site.out_features())?;
+        self.contract.check(step.shape(), Some(x.shape()), Some(y.shape()))?;
         self.shrink(step, x)?.expand(y)
     }
 
@@ -53,7 +55,7 @@ impl LoraLinear {
         x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        y.check(step.num_tokens(), self.site.out_features())?;
+        self.contract.check(step.shape(), Some(x.shape()), Some(y.shape()))?;
         let shrunk = self.shrink(step, x)?;
         y.clear();
         shrunk.expand(y)
@@ -88,15 +90,15 @@ impl LoraLinear {
         step: &'b mut Step<'s>,
         x: Matrix<'_, T>,
     ) -> Result<Shrunk<'b, 's>, OperandError> {
-        x.check(step.num_tokens(), self.site.in_features())?;
-        step.check::<T>("x", self.model)?;
+        self.contract.check(step.shape(), Some(x.shape()), None)?;
         let v_stride = self.v_stride(step);
         let mut sums = std::mem::take(&mut step.workspace.v);
         sums.clear();
         sums.resize(step.num_tokens() * v_stride, 0.0);
         sums.par_chunks_mut(v_stride).enumerate().for_each(|(token, v)| {
             for (slice, v) in v.chunks_mut(step.max_rank).enumerate() {
-                if let Some(factors) = step.factors(step.batch.slots()[token], self.site.first_entry() + slice) {
+                if let Some(factors) = step.factors(step.batch.slots()[token], self.contract.site.first_entry() + slice)
+                {
                     factors.shrink(x.row(token), v);
                 }
             }
@@ -108,8 +110,10 @@ impl LoraLinear {
     /// Calls `put` with each column of a token's delta and its value, if the token has an adapter.
     fn deltas<T: Element>(&self, step: &Step<'_>, token: usize, mut put: impl FnMut(usize, f32)) {
         let mut first = 0;
-        for (slice, site) in self.site.slices().iter().enumerate() {
-            if let Some(factors) = step.factors::<T>(step.batch.slots()[token], self.site.first_entry() + slice) {
+        for (slice, site) in self.contract.site.slices().iter().enumerate() {
+            if let Some(factors) =
+                step.factors::<T>(step.batch.slots()[token], self.contract.site.first_entry() + slice)
+            {
                 let v = &step.workspace.v[token * self.v_stride(step) + slice * step.max_rank..];
                 let put = |out, delta| put(first + out, delta);
                 factors.delta(v, step.batch.scale(token), site.out_features(), put);
@@ -119,7 +123,7 @@ impl LoraLinear {
     }
 
     fn v_stride(&self, step: &Step<'_>) -> usize {
-        self.site.slices().len() * step.max_rank
+        self.contract.site.slices().len() * step.max_rank
     }
 }
 
@@ -138,8 +142,7 @@ impl Shrunk<'_, '_> {
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
     pub fn expand<T: Element>(self, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
         let Self { layer, step } = self;
-        y.check(step.num_tokens(), layer.site.out_features())?;
-        step.check::<T>("y", layer.model)?;
+        layer.contract.check(step.shape(), None, Some(y.shape()))?;
         y.for_rows(&|token, y| {
             layer.deltas::<T>(step, token, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
         });
@@ -153,10 +156,7 @@ impl Shrunk<'_, '_> {
     #[doc(alias = "silu_and_mul")]
     pub fn silu_mul<T: Element>(self, y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), OperandError> {
         let Self { layer, step } = self;
-        let features = OperandError::gate_up(&layer.site)?;
-        y.check_as("y", step.num_tokens(), 2 * features)?;
-        out.check_as("out", step.num_tokens(), features)?;
-        step.check::<T>("y", layer.model)?;
+        let features = layer.contract.check_silu_mul(step.shape(), y.shape(), out.shape())?;
         out.for_rows(&|token, out| {
             let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
             layer.deltas::<T>(step, token, |column, delta| sums[column] += delta);
@@ -183,11 +183,8 @@ impl Shrunk<'_, '_> {
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
         let Self { layer, step } = self;
-        let features = OperandError::norm(&layer.site, weight.len())?;
-        y.check_as("y", step.num_tokens(), features)?;
-        residual.check_as("residual", step.num_tokens(), features)?;
-        out.check_as("out", step.num_tokens(), features)?;
-        step.check::<T>("y", layer.model)?;
+        let shapes = (y.shape(), residual.shape(), out.shape());
+        let features = layer.contract.check_add_rms_norm(step.shape(), shapes.0, shapes.1, weight.len(), shapes.2)?;
         let round = |value: f32| T::from_f32(value).to_f32();
         residual.rows_mut().zip(out.rows_mut()).enumerate().for_each(|(token, (residual, out))| {
             let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();

@@ -33,15 +33,6 @@ impl<'a, T: Element> Matrix<'a, T> {
     pub(super) fn row(&self, row: usize) -> &'a [T] {
         &self.data[row * self.extent.row_stride..][..self.extent.cols]
     }
-
-    pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.check_as("x", rows, cols)
-    }
-
-    /// Rejects another shape. Errors name the matrix `operand`.
-    pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.extent.expect(operand, rows, cols)
-    }
 }
 
 /// A row-major input and output matrix.
@@ -87,14 +78,5 @@ impl<'a, T: Element> MatrixMut<'a, T> {
 
     pub(super) fn clear(&mut self) {
         self.for_rows(&|_, row| row.fill(T::default()));
-    }
-
-    pub(super) fn check(&self, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.check_as("y", rows, cols)
-    }
-
-    /// Rejects another shape. Errors name the matrix `operand`.
-    pub(super) fn check_as(&self, operand: &'static str, rows: usize, cols: usize) -> Result<(), OperandError> {
-        self.extent.expect(operand, rows, cols)
     }
 }

@@ -35,17 +35,6 @@ impl Step<'_> {
         self.batch.has_adapters()
     }
 
-    /// Rejects a layer of another model, and an operand of another element type.
-    pub(super) fn check<T: Element>(&self, operand: &'static str, model: ModelId) -> Result<(), OperandError> {
-        if self.model != model {
-            return Err(OperandError::Model);
-        }
-        if T::DTYPE != self.dtype {
-            return Err(OperandError::DType { operand, got: T::DTYPE, want: self.dtype });
-        }
-        Ok(())
-    }
-
     /// The factors of a slot at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
         self.adapters.get(slot.index()?)?.as_ref()?.packed.factors(entry)

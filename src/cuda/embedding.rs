@@ -3,7 +3,6 @@
 use super::{LaunchError, MatrixMut, Step, View, WeightTable, raw};
 use crate::{
     Element,
-    error::OperandError,
     model::EmbeddingId,
     plan::{Capacity, PlanError},
 };
@@ -43,11 +42,7 @@ impl LoraEmbedding {
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
         let token_ids = token_ids.into();
-        if token_ids.len() != step.num_tokens() {
-            let (operand, got) = ("token_ids", token_ids.len());
-            return Err(OperandError::Length { operand, got, want: step.num_tokens() }.into());
-        }
-        let mut args = self.raw.args(&step.raw(), 0, y.shape())?;
+        let mut args = self.raw.args(&step.raw(), 0, token_ids.len(), y.shape())?;
         token_ids.check("token_ids", step)?;
         y.check(step)?;
         step.enter()?;

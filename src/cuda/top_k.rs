@@ -1,7 +1,7 @@
 use cudarc::driver::SyncOnDrop;
 
 use super::{LaunchError, Queue, Step, View, raw, region::Kept};
-use crate::{error::OperandError, routing::Weighed};
+use crate::{contract, error::OperandError, routing::Weighed};
 
 /// A router's choice for a step, in device memory. See [`routing::TopK`](crate::routing::TopK).
 #[derive(Debug)]
@@ -22,9 +22,7 @@ impl<'a> TopK<'a> {
     /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
     pub fn new(ids: impl Into<View<'a, i32>>, top_k: usize) -> Result<Self, OperandError> {
         let ids = ids.into();
-        if top_k == 0 || !ids.len().is_multiple_of(top_k) {
-            return Err(OperandError::TopK { ids: ids.len(), top_k });
-        }
+        contract::check_top_k(ids.len(), top_k)?;
         Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine, factor: 1.0 })
     }
 
@@ -34,7 +32,7 @@ impl<'a> TopK<'a> {
     /// [`OperandError::Routes`] if there is not one weight per route.
     pub fn with_weights(self, weights: impl Into<View<'a, f32>>) -> Result<Self, OperandError> {
         let weights = weights.into();
-        self.check("weights", weights.len())?;
+        contract::check_of_routes("weights", weights.len(), self.ids.len())?;
         Ok(Self { weights: Some(weights), ..self })
     }
 
@@ -46,7 +44,7 @@ impl<'a> TopK<'a> {
     #[doc(alias = "row_of_route")]
     pub fn with_rows(self, rows: impl Into<View<'a, i32>>) -> Result<Self, OperandError> {
         let rows = rows.into();
-        self.check("rows", rows.len())?;
+        contract::check_of_routes("rows", rows.len(), self.ids.len())?;
         Ok(Self { rows: Some(rows), ..self })
     }
 
@@ -78,15 +76,9 @@ impl<'a> TopK<'a> {
         self.ids.len() / self.top_k
     }
 
-    fn check(&self, operand: &'static str, got: usize) -> Result<(), OperandError> {
-        let want = self.ids.len();
-        if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
-    }
-
     /// Rejects a batch with another number of tokens.
     pub(super) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
-        let got = self.num_tokens();
-        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }) }
+        contract::check_tokens(self.num_tokens(), want)
     }
 
     /// Rejects operands of another context or, for buffers, of another stream.

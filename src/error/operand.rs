@@ -1,9 +1,4 @@
-use crate::{
-    DType, Slot,
-    model::{Activation, LinearSite, SliceSite},
-    plan::PlanError,
-    pool::StreamId,
-};
+use crate::{DType, Slot, model::Activation, plan::PlanError, pool::StreamId};
 
 /// An operand that does not match the layer or the step. Nothing was computed or enqueued.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -188,23 +183,5 @@ impl OperandError {
     /// Rejects a size above `max`.
     pub(crate) fn within(what: &'static str, got: usize, max: usize) -> Result<(), Self> {
         if got > max { Err(Self::Capacity { what, got, max }) } else { Ok(()) }
-    }
-
-    /// Features of gate and of up, if these are the layer's slices.
-    pub(crate) fn gate_up(site: &LinearSite) -> Result<usize, Self> {
-        match site.slices() {
-            [gate, up] if gate.out_features() == up.out_features() => Ok(gate.out_features()),
-            slices => Err(Self::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() }),
-        }
-    }
-
-    /// Features of a norm behind the layer, if it has one slice and the weight as many elements.
-    pub(crate) fn norm(site: &LinearSite, weight_len: usize) -> Result<usize, Self> {
-        let want = site.out_features();
-        match site.slices().len() {
-            1 if weight_len == want => Ok(want),
-            1 => Err(Self::NormWeight { got: weight_len, want }),
-            slices => Err(Self::NormSlices { slices }),
-        }
     }
 }

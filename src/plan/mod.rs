@@ -14,6 +14,7 @@ mod ring;
 mod thresholds;
 mod workspace;
 
+pub(crate) use self::linear::check_outputs;
 pub use self::{
     capacity::{AlignCapacity, Capacity, RouteCapacity},
     device::Device,
@@ -28,7 +29,7 @@ pub use self::{
 #[cfg(feature = "cuda")]
 pub(crate) use self::{
     experts::ExpandBy,
-    linear::{check_outputs, outs_per_block},
+    linear::outs_per_block,
     ring::Ring,
     thresholds::{GroupedBy, is_small_m},
 };

@@ -1,4 +1,4 @@
-use crate::error::OperandError;
+use crate::{contract, error::OperandError};
 
 /// A router's choice for a step: `top_k` experts for each token, and their weights.
 ///
@@ -46,9 +46,7 @@ impl<'a> TopK<'a> {
     /// # Errors
     /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
     pub fn new(ids: &'a [i32], top_k: usize) -> Result<Self, OperandError> {
-        if top_k == 0 || !ids.len().is_multiple_of(top_k) {
-            return Err(OperandError::TopK { ids: ids.len(), top_k });
-        }
+        contract::check_top_k(ids.len(), top_k)?;
         Ok(Self { ids, top_k, weights: None, rows: None, weighed: Weighed::Combine, factor: 1.0 })
     }
 
@@ -58,7 +56,7 @@ impl<'a> TopK<'a> {
     /// [`OperandError::Routes`] if there is not one weight per route.
     #[doc(alias = "topk_weights")]
     pub fn with_weights(self, weights: &'a [f32]) -> Result<Self, OperandError> {
-        self.check("weights", weights.len())?;
+        contract::check_of_routes("weights", weights.len(), self.num_routes())?;
         Ok(Self { weights: Some(weights), ..self })
     }
 
@@ -72,7 +70,7 @@ impl<'a> TopK<'a> {
     #[doc(alias = "row_of_route")]
     #[doc(alias = "permuted_idx")]
     pub fn with_rows(self, rows: &'a [i32]) -> Result<Self, OperandError> {
-        self.check("rows", rows.len())?;
+        contract::check_of_routes("rows", rows.len(), self.num_routes())?;
         Ok(Self { rows: Some(rows), ..self })
     }
 
@@ -173,16 +171,10 @@ impl<'a> TopK<'a> {
 
     /// Rejects a batch with another number of tokens.
     pub(crate) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
-        let got = self.num_tokens();
-        if got == want { Ok(()) } else { Err(OperandError::Tokens { got, want }) }
+        contract::check_tokens(self.num_tokens(), want)
     }
 
     fn weight_at(&self, place: Weighed, route: usize) -> f32 {
         self.weights.filter(|_| self.weighed == place).map_or(1.0, |weights| weights[route])
-    }
-
-    fn check(&self, operand: &'static str, got: usize) -> Result<(), OperandError> {
-        let want = self.num_routes();
-        if got == want { Ok(()) } else { Err(OperandError::Routes { operand, got, want }) }
     }
 }

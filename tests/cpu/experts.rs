@@ -26,7 +26,7 @@ struct Cpu;
 
 /// A table of `f32`.
 fn table(model: &Model, adapters: &[Adapter], num_slots: usize, max_rank: usize) -> WeightTable {
-    cpu::table(model, DType::F32, Capacity::tokens(1).slots(num_slots).rank(max_rank), adapters)
+    cpu::table(model, DType::F32, Capacity::tokens(4096).slots(num_slots).rank(max_rank), adapters)
 }
 
 impl Subject<Moe> for Cpu {
@@ -306,7 +306,7 @@ fn relu2(gate: Option<f64>, up: f64) -> f64 {
 
 /// A layer of two experts with intermediate and hidden size 2, and an adapter of rank 1 for all modules of the second.
 fn pair_of_experts() -> (WeightTable, LoraExperts) {
-    let (model, id) = model(Experts::new("m", 2, 2, 2));
+    let (model, id) = model(Experts::new("m", 2, 2, 2).top_k(2));
     let tensor = |shape: [usize; 2], values: [f32; 2]| {
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
     };
@@ -406,7 +406,7 @@ fn layers_share_what_they_share() {
     let factors = layers.map(factors);
     let load = |names: &[&str], factors: &[Vec<(String, Tensor)>]| {
         let mut spec = ModelSpec::new();
-        let ids = names.iter().map(|name| spec.experts(Experts::new(*name, EXPERTS, 4, 4)).unwrap());
+        let ids = names.iter().map(|name| spec.experts(Experts::new(*name, EXPERTS, 4, 4).top_k(2)).unwrap());
         let ids: Vec<_> = ids.collect();
         let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 2}"#;
         (spec.shard(TpRank::SINGLE).unwrap(), ids, Adapter::from_tensors(config, factors.concat()).unwrap())
@@ -451,7 +451,7 @@ fn layers_share_what_they_share() {
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     let (weights, experts) = pair_of_experts();
-    let (other, _) = model(Experts::new("m", 2, 2, 2));
+    let (other, _) = model(Experts::new("m", 2, 2, 2).top_k(2));
     let other = table(&other, &[], 1, 1);
     let (slots, ids, ones) = ([Slot::new(0); 3], [0, 1, 1, 0, 1, 1], [1.0; 64]);
     let (batch, too_few, top_k) = (Batch::new(&slots), Batch::new(&slots[..2]), TopK::new(&ids, 2).unwrap());
@@ -495,7 +495,7 @@ fn operands_that_do_not_fit_are_refused() {
 
 #[test]
 fn an_activation_that_needs_a_gate_is_refused_without() {
-    let (model, id) = model(Experts::new("m", 1, 2, 2).ungated());
+    let (model, id) = model(Experts::new("m", 1, 2, 2).top_k(1).ungated());
     let weights = table(&model, &[], 1, 1);
     let experts = LoraExperts::new(&weights, id).unwrap();
     let (x, mut out) = ([1.0; 2], [7.0; 2]);
@@ -560,8 +560,8 @@ fn activations_are_those_of_the_reference() {
         (-4000..=4000_i16).map(|step| f32::from(step) / 128.0).chain([-1e4, -100.0, 100.0, 1e4]).collect();
     let up = [-9.0_f32, -0.3, 0.0, 2.5, 11.0];
     let mut spec = ModelSpec::new();
-    let gated = spec.experts(Experts::new("m", 1, 1, gates.len())).unwrap();
-    let ungated = spec.experts(Experts::new("n", 1, 1, gates.len()).ungated()).unwrap();
+    let gated = spec.experts(Experts::new("m", 1, 1, gates.len()).top_k(1)).unwrap();
+    let ungated = spec.experts(Experts::new("n", 1, 1, gates.len()).top_k(1).ungated()).unwrap();
     let weights = table(&spec.shard(TpRank::SINGLE).unwrap(), &[], 1, 1);
     let activate = |id, y: &[f32], activation| {
         let mut out = vec![f32::NAN; gates.len()];

@@ -135,7 +135,7 @@ fn layer() -> Linear {
 }
 
 fn capacity() -> Capacity {
-    Capacity::tokens(1).slots(1).rank(4)
+    Capacity::tokens(4).slots(1).rank(4)
 }
 
 /// Exact sums over all of a layer's input.

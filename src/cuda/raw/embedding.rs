@@ -5,11 +5,11 @@ use super::{
     step::Step,
 };
 use crate::{
-    DType,
+    DType, contract,
     cuda::Kernels,
     error::LaunchError,
     ffi,
-    model::{EmbeddingId, EmbeddingSite, Model, ModelId},
+    model::{EmbeddingId, Model},
     plan::{self, Capacity, PlanError},
 };
 
@@ -17,10 +17,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct LoraEmbedding {
     kernels: Kernels,
-    model: ModelId,
-    site: EmbeddingSite,
-    dtype: DType,
-    capacity: Capacity,
+    contract: contract::Embedding,
 }
 
 impl LoraEmbedding {
@@ -35,15 +32,12 @@ impl LoraEmbedding {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        let site = model.embedding(id).ok_or(PlanError::Foreign)?.clone();
-        let capacity = capacity.checked()?;
-        plan::check_outputs(&[site.hidden()], capacity, 0)?;
-        Ok(Self { kernels: kernels.clone(), model: model.id(), site, dtype, capacity })
+        Ok(Self { kernels: kernels.clone(), contract: contract::Embedding::new(model, id, dtype, capacity)? })
     }
 
     /// The capacity of the plan.
     pub fn capacity(&self) -> Capacity {
-        self.capacity
+        self.contract.capacity
     }
 
     #[doc = include_str!("../../docs/operations/embedding_add_delta.md")]
@@ -56,7 +50,7 @@ impl LoraEmbedding {
     /// # Safety
     /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta), with `token_ids` in the place of `x`.
     pub unsafe fn add_delta(&self, step: &Step, token_ids: u64, y: MatrixMut) -> Result<(), LaunchError> {
-        let args = self.args(step, token_ids, y)?;
+        let args = self.args(step, token_ids, step.batch.num_tokens, y)?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }
     }
@@ -74,24 +68,26 @@ impl LoraEmbedding {
         &self,
         step: &Step,
         token_ids: u64,
+        num_ids: usize,
         y: MatrixMut,
     ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let Step { table, batch, .. } = step;
-        let (y, y_stride) = y.0.expect("y", self.dtype, batch.num_tokens, self.site.hidden())?;
-        let hidden = self.site.hidden();
+        let contract::Embedding { site, dtype, capacity, .. } = &self.contract;
+        self.contract.check(step.shape(), num_ids, y.0.shape("y")?)?;
+        let (hidden, (y, y_stride)) = (site.hidden(), y.0.place());
         let wide_tokens = (!plan::is_small_m(batch.num_tokens)).then_some(batch.num_tokens);
-        let outs = plan::outs_per_block(&[hidden], self.capacity.max_rank, wide_tokens, batch.max_tiles);
+        let outs = plan::outs_per_block(&[hidden], capacity.max_rank, wide_tokens, batch.max_tiles);
         Ok(ffi::aril_embedding_args {
-            dtype: dtype_code(self.dtype),
+            dtype: dtype_code(*dtype),
             num_tokens: int(batch.num_tokens)?,
             max_tiles: int(batch.max_tiles)?,
             outs_per_block: int(outs)?,
-            vocab: int(self.site.vocab())?,
-            hidden: int(self.site.hidden())?,
+            vocab: int(site.vocab())?,
+            hidden: int(hidden)?,
             token_ids: token_ids as *const i32,
             y,
             y_stride,
-            weights: table.expect(self.model, self.dtype, &self.capacity, self.site.entry())?,
+            weights: table.at(site.entry())?,
             routing: batch.routing,
         })
     }

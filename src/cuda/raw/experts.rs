@@ -7,10 +7,11 @@ use super::{
 };
 use crate::{
     DType,
+    contract::{self, ExpertsForm},
     cuda::Kernels,
     error::{LaunchError, OperandError},
     ffi,
-    model::{Activation, ExpertsId, ExpertsSite, Model, ModelId, ProjectionSite},
+    model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
     plan::{Capacity, ExpandBy, ExpertsPlan, PlanError},
     routing::Weighed,
 };
@@ -19,9 +20,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct LoraExperts {
     kernels: Kernels,
-    model: ModelId,
-    site: ExpertsSite,
-    plan: ExpertsPlan,
+    contract: contract::Experts,
 }
 
 /// An operation, and its operands besides `x`.
@@ -65,6 +64,20 @@ impl Form {
             Self::Combine { .. } => ffi::aril_experts_form::ARIL_COMBINE,
         };
         code.cast_signed()
+    }
+
+    /// What is checked.
+    fn shape(&self) -> Result<ExpertsForm, OperandError> {
+        let (y, out) = self.matrices();
+        let y = y.shape("y")?;
+        let out = out.map_or(Ok(y), |out| out.shape("out"))?;
+        Ok(match *self {
+            Self::AddGateUp { .. } | Self::WriteGateUp { .. } => ExpertsForm::GateUp { y },
+            Self::Activate { activation, .. } => ExpertsForm::Activate { y, out, activation },
+            Self::AddDown { .. } | Self::WriteDown { .. } => ExpertsForm::Down { y },
+            Self::AddCombined { .. } => ExpertsForm::AddCombined { y },
+            Self::Combine { .. } => ExpertsForm::Combine { y, out },
+        })
     }
 
     /// `y`, and the output if it is separate.
@@ -122,14 +135,12 @@ impl LoraExperts {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        let site = model.experts(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = ExpertsPlan::new(&site, dtype, capacity)?;
-        Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
+        Ok(Self { kernels: kernels.clone(), contract: contract::Experts::new(model, id, dtype, capacity)? })
     }
 
     /// The launch configuration.
     pub fn plan(&self) -> &ExpertsPlan {
-        &self.plan
+        &self.contract.plan
     }
 
     operation! {
@@ -248,48 +259,33 @@ impl LoraExperts {
         form: Form,
     ) -> Result<ffi::aril_experts_args, LaunchError> {
         let Step { table, workspace, .. } = step;
-        let site = form.projection(&self.site);
-        let from_tokens = form.is_before_activation();
-        let plan = if from_tokens { self.plan.gate_up() } else { self.plan.down() };
-        let (dtype, num_tokens, num_routes) = (self.plan.dtype(), routes.num_tokens(), routes.num_routes());
-        let top_k = routes.top_k.top_k.cast_unsigned() as usize;
+        let contract::Experts { site: experts, plan: of_layer, .. } = &self.contract;
+        let (num_tokens, top_k) = (routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
         let (MatrixRef(x), (y, out)) = (x, form.matrices());
-        let x_rows = if from_tokens { num_tokens } else { num_routes };
-        let (x, x_stride) = x.expect("x", dtype, x_rows, site.in_features())?;
-        let y_rows = if matches!(form, Form::AddCombined { .. }) { num_tokens } else { num_routes };
-        let (y, y_stride) = y.expect("y", dtype, y_rows, site.out_features())?;
-        let (out_rows, out_cols) = match form {
-            Form::Activate { .. } => (num_routes, self.site.down().in_features()),
-            _ => (num_tokens, site.out_features()),
-        };
-        let out = out.map(|out| out.expect("out", dtype, out_rows, out_cols)).transpose()?;
-        let (out, out_stride) = out.unwrap_or((std::ptr::null_mut(), 0));
-        let (activation, alpha, limit) = match form {
-            Form::Activate { activation, .. } => {
-                if !self.site.allows(activation) {
-                    return Err(OperandError::Activation { activation }.into());
-                }
-                activation_code(activation)
-            }
-            _ => (0, 0.0, 0.0),
-        };
-        OperandError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
-        OperandError::within("the routes of a token", top_k, self.plan.top_k())?;
-        if routes.top_k.num_experts != int(self.site.held().len())? {
+        self.contract.check(step.shape(), [num_tokens, top_k], x.shape("x")?, form.shape()?)?;
+        if routes.top_k.num_experts != int(experts.held().len())? {
             return Err(OperandError::Model.into());
         }
+        let (site, from_tokens) = (form.projection(experts), form.is_before_activation());
+        let plan = if from_tokens { of_layer.gate_up() } else { of_layer.down() };
+        let ((x, x_stride), (y, y_stride)) = (x.place(), y.place());
+        let (out, out_stride) = out.map_or((std::ptr::null_mut(), 0), |out| out.place());
+        let (activation, alpha, limit) = match form {
+            Form::Activate { activation, .. } => activation_code(activation),
+            _ => (0, 0.0, 0.0),
+        };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
         let launch = plan.launch(num_tokens, top_k, form.expand_by());
         let wide = launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
-        let (_, up_slice) = self.site.gate_and_up();
+        let (_, up_slice) = experts.gate_and_up();
         let weighted = match form {
             Form::AddCombined { .. } | Form::Combine { .. } => routes.weighed != Weighed::Input,
             _ if from_tokens => routes.weighed == Weighed::Input,
             _ => routes.weighed == Weighed::Rows,
         };
         Ok(ffi::aril_experts_args {
-            dtype: dtype_code(dtype),
+            dtype: dtype_code(of_layer.dtype()),
             num_tokens: int(num_tokens)?,
             max_tiles: int(routes.batch.max_small_tiles)?,
             shrink_blocks: int(launch.small.shrink)?,
@@ -321,7 +317,7 @@ impl LoraExperts {
             mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
-            weights: table.expect(self.model, dtype, &self.plan.capacity(), site.shared_entry())?,
+            weights: table.at(site.shared_entry())?,
             routing: routes.batch.routing,
             top_k: routes.top_k,
             groups: routes.groups,
@@ -337,7 +333,7 @@ impl LoraExperts {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(ffi::aril_experts, args, args.num_tokens, stream.as_raw()) }?;
         // Operations in f32 do not group routes.
-        routes.grouped |= self.plan.dtype() != DType::F32;
+        routes.grouped |= self.plan().dtype() != DType::F32;
         Ok(())
     }
 }

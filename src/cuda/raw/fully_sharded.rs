@@ -4,32 +4,28 @@ use super::{
     step::Step,
 };
 use crate::{
-    DType,
+    DType, contract,
     cuda::{Kernels, kernels::Operation},
-    error::{LaunchError, OperandError},
+    error::LaunchError,
     ffi,
-    model::{Collective, Exchange, LinearId, LinearSite, MAX_SLICES, Model, ModelId, SliceSite},
-    plan::{Capacity, PlanError, check_outputs},
+    model::{Collective, LinearId, MAX_SLICES, Model},
+    plan::{Capacity, PlanError},
 };
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
-/// with the other ranks, as [`Exchange`] says.
+/// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
 #[derive(Clone, Debug)]
 #[doc(alias = "S-LoRA")]
 pub struct FullyShardedLinear {
     kernels: Kernels,
-    model: ModelId,
-    site: LinearSite,
-    exchange: Exchange,
-    dtype: DType,
-    capacity: Capacity,
+    contract: contract::FullyShardedLinear,
 }
 
 impl FullyShardedLinear {
     /// Plans the layer `id` of `model` for batches within `capacity`.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](LinearSite::exchange), or the kernels do not
+    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](crate::model::LinearSite::exchange), or the kernels do not
     /// support a size or the capacity.
     pub fn new(
         kernels: &Kernels,
@@ -38,19 +34,14 @@ impl FullyShardedLinear {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
-        let exchange = site.exchange().ok_or(PlanError::NotFullySharded)?;
-        let capacity = capacity.checked()?;
-        let outs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
-        // Shrink has a block for each rank tile, which are no more than the ranks.
-        check_outputs(&outs, capacity, site.slices().len() * exchange.width(capacity.max_rank))?;
-        Ok(Self { kernels: kernels.clone(), model: model.id(), site, exchange, dtype, capacity })
+        let contract = contract::FullyShardedLinear::new(model, id, dtype, capacity)?;
+        Ok(Self { kernels: kernels.clone(), contract })
     }
 
     /// Enqueues this rank's part of `v = A x[t]` for every routed token `t`: its rows of `v`, or its partial sum. Elements beyond the
     /// rank of the token's adapter are zero.
     ///
-    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`] with the table's `max_rank`. May be captured in a CUDA graph.
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
@@ -72,7 +63,7 @@ impl FullyShardedLinear {
     /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows
     /// of B. All other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`] with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`. May be
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`. May be
     /// captured in a CUDA graph.
     ///
     /// # Errors
@@ -93,11 +84,9 @@ impl FullyShardedLinear {
         MatrixRef(x): MatrixRef,
         MatrixMut(v): MatrixMut,
     ) -> Result<ffi::aril_sharded_args, LaunchError> {
-        let args = self.args(step)?;
-        let (x, x_stride) = x.expect("x", self.dtype, step.batch.num_tokens, self.site.in_features())?;
-        let [rows, cols] = self.exchange.sent(step.batch.num_tokens, step.table.max_rank());
-        let (v, v_stride) = v.expect("v", DType::F32, rows, cols)?;
-        Ok(ffi::aril_sharded_args { x, x_stride, v: v.cast(), v_stride, ..args })
+        self.contract.check_shrink(step.shape(), x.shape("x")?, v.shape("v")?)?;
+        let ((x, x_stride), (v, v_stride)) = (x.place(), v.place());
+        Ok(ffi::aril_sharded_args { x, x_stride, v: v.cast(), v_stride, ..self.args(step)? })
     }
 
     /// Checks the operands of [`expand`](Self::expand), and returns the arguments of the C ABI.
@@ -107,38 +96,36 @@ impl FullyShardedLinear {
         MatrixRef(v): MatrixRef,
         MatrixMut(y): MatrixMut,
     ) -> Result<ffi::aril_sharded_args, LaunchError> {
-        let args = self.args(step)?;
-        let [rows, cols] = self.exchange.received(step.batch.num_tokens, step.table.max_rank());
-        let (v, v_stride) = v.expect("v", DType::F32, rows, cols)?;
-        let (y, y_stride) = y.expect("y", self.dtype, step.batch.num_tokens, self.site.out_features())?;
-        Ok(ffi::aril_sharded_args { v: v.cast(), v_stride, y, y_stride, ..args })
+        self.contract.check_expand(step.shape(), v.shape("v")?, y.shape("y")?)?;
+        let ((v, v_stride), (y, y_stride)) = (v.place(), y.place());
+        Ok(ffi::aril_sharded_args { v: v.cast(), v_stride, y, y_stride, ..self.args(step)? })
     }
 
     /// The arguments without operands.
     fn args(&self, step: &Step) -> Result<ffi::aril_sharded_args, LaunchError> {
         let Step { table, batch, .. } = step;
-        OperandError::within("the batch's tokens", batch.num_tokens, self.capacity.max_tokens)?;
+        let contract::FullyShardedLinear { site, exchange, dtype, .. } = &self.contract;
         let (mut out_features, mut first_outs, mut num_outs) = ([0; MAX_SLICES], [0; MAX_SLICES], [0; MAX_SLICES]);
-        for (i, slice) in self.site.slices().iter().enumerate() {
+        for (i, slice) in site.slices().iter().enumerate() {
             let outs = slice.delta_range();
             out_features[i] = int(slice.out_features())?;
             first_outs[i] = int(outs.start)?;
             num_outs[i] = int(outs.len())?;
         }
-        let tp = self.exchange.tp();
-        let (tp_size, tp_rank) = match self.exchange.collective() {
+        let tp = exchange.tp();
+        let (tp_size, tp_rank) = match exchange.collective() {
             Collective::AllGather => (tp.size(), tp.rank()),
             Collective::AllReduce => (1, 0),
         };
         Ok(ffi::aril_sharded_args {
-            dtype: dtype_code(self.dtype),
+            dtype: dtype_code(*dtype),
             num_tokens: int(batch.num_tokens)?,
             max_tiles: int(batch.max_small_tiles)?,
             tp_size: int(tp_size)?,
             tp_rank: int(tp_rank)?,
-            width: int(self.exchange.width(table.max_rank()))?,
-            in_features: int(self.site.in_features())?,
-            num_slices: int(self.site.slices().len())?,
+            width: int(exchange.width(table.max_rank()))?,
+            in_features: int(site.in_features())?,
+            num_slices: int(site.slices().len())?,
             out_features,
             first_outs,
             num_outs,
@@ -148,7 +135,7 @@ impl FullyShardedLinear {
             v_stride: 0,
             y: std::ptr::null_mut(),
             y_stride: 0,
-            weights: table.expect(self.model, self.dtype, &self.capacity, self.site.first_entry())?,
+            weights: table.at(site.first_entry())?,
             routing: batch.routing,
         })
     }

@@ -1,16 +1,16 @@
 use super::{
     abi::{dtype_code, int},
-    matrix::{MatrixMut, MatrixRef},
+    matrix::{MatrixMut, MatrixRef, RawMatrix},
     memory::Stream,
     routing::RoutedBatch,
     step::Step,
 };
 use crate::{
-    DType,
+    DType, contract,
     cuda::{Kernels, kernels::Operation},
     error::{LaunchError, OperandError},
     ffi,
-    model::{LinearId, LinearSite, MAX_SLICES, Model, ModelId},
+    model::{LinearId, MAX_SLICES, Model},
     plan::{Capacity, LinearPlan, PlanError},
 };
 
@@ -21,9 +21,7 @@ const MAX_NORM_TILES: usize = i32::MAX as usize / 32;
 #[derive(Clone, Debug)]
 pub struct LoraLinear {
     kernels: Kernels,
-    model: ModelId,
-    site: LinearSite,
-    plan: LinearPlan,
+    contract: contract::Linear,
 }
 
 impl LoraLinear {
@@ -39,14 +37,12 @@ impl LoraLinear {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = LinearPlan::new(&site, dtype, capacity)?;
-        Ok(Self { kernels: kernels.clone(), model: model.id(), site, plan })
+        Ok(Self { kernels: kernels.clone(), contract: contract::Linear::new(model, id, dtype, capacity)? })
     }
 
     /// The launch configuration.
     pub fn plan(&self) -> &LinearPlan {
-        &self.plan
+        &self.contract.plan
     }
 
     #[doc = include_str!("../../docs/operations/linear_add_delta.md")]
@@ -147,16 +143,14 @@ impl LoraLinear {
         MatrixRef(y): MatrixRef,
         MatrixMut(out): MatrixMut,
     ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
-        let features = OperandError::gate_up(&self.site)?;
-        let batch = &step.batch;
-        let layer = self.args(step, None, Some(MatrixMut(y)))?;
-        let (out, out_stride) = out.expect("out", self.plan.dtype(), batch.num_tokens, features)?;
-        let (tokens, tiles) = (batch.num_tokens, self.max_tiles(batch));
-        let outs_per_block = int(self.plan.silu_mul_outs_per_block(tokens, tiles))?;
-        let outs_per_block_of_few = if self.plan.is_large_m(tokens) {
+        self.contract.check_silu_mul(step.shape(), y.shape("y")?, out.shape("out")?)?;
+        let (layer, plan, (out, out_stride)) = (self.launch_args(step, None, Some(y))?, self.plan(), out.place());
+        let (tokens, tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
+        let outs_per_block = int(plan.silu_mul_outs_per_block(tokens, tiles))?;
+        let outs_per_block_of_few = if plan.is_large_m(tokens) {
             outs_per_block
         } else {
-            int(self.plan.silu_mul_outs_per_block(tokens, self.plan.max_few_tiles(tokens, tiles)))?
+            int(plan.silu_mul_outs_per_block(tokens, plan.max_few_tiles(tokens, tiles)))?
         };
         let layer = ffi::aril_linear_args { outs_per_block, outs_per_block_of_few, ..layer };
         Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
@@ -191,7 +185,7 @@ impl LoraLinear {
         eps: f32,
         out: MatrixMut,
     ) -> Result<(), LaunchError> {
-        let args = self.add_rms_norm_args(step, y, residual, self.site.out_features(), eps, out)?;
+        let args = self.add_rms_norm_args(step, y, residual, self.contract.site.out_features(), eps, out)?;
         let args = ffi::aril_add_rms_norm_args { weight: weight as *const std::ffi::c_void, ..args };
         // SAFETY: the caller's obligations.
         unsafe { self.launch_add_rms_norm(&args, step.stream) }
@@ -207,11 +201,10 @@ impl LoraLinear {
         eps: f32,
         MatrixMut(out): MatrixMut,
     ) -> Result<ffi::aril_add_rms_norm_args, LaunchError> {
-        let features = OperandError::norm(&self.site, weight_len)?;
-        let (dtype, num_tokens) = (self.plan.dtype(), step.batch.num_tokens);
-        let layer = self.args(step, None, Some(MatrixMut(y)))?;
-        let (residual, residual_stride) = residual.expect("residual", dtype, num_tokens, features)?;
-        let (out, out_stride) = out.expect("out", dtype, num_tokens, features)?;
+        let shapes = (y.shape("y")?, residual.shape("residual")?, out.shape("out")?);
+        self.contract.check_add_rms_norm(step.shape(), shapes.0, shapes.1, weight_len, shapes.2)?;
+        let layer = self.launch_args(step, None, Some(y))?;
+        let ((residual, residual_stride), (out, out_stride)) = (residual.place(), out.place());
         OperandError::within("the batch's tiles", self.max_tiles(&step.batch), MAX_NORM_TILES)?;
         let weight = std::ptr::null();
         Ok(ffi::aril_add_rms_norm_args { layer, weight, eps, residual, residual_stride, out, out_stride })
@@ -228,7 +221,7 @@ impl LoraLinear {
 
     /// The most tiles of a batch, of the size that the layer works on.
     fn max_tiles(&self, batch: &RoutedBatch) -> usize {
-        if self.plan.is_large_m(batch.num_tokens) { batch.max_wide_tiles } else { batch.max_small_tiles }
+        if self.plan().is_large_m(batch.num_tokens) { batch.max_wide_tiles } else { batch.max_small_tiles }
     }
 
     /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
@@ -238,44 +231,46 @@ impl LoraLinear {
         x: Option<MatrixRef>,
         y: Option<MatrixMut>,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
+        let (x, y) = (x.map(|MatrixRef(x)| x), y.map(|MatrixMut(y)| y));
+        let shapes = (x.map(|x| x.shape("x")).transpose()?, y.map(|y| y.shape("y")).transpose()?);
+        self.contract.check(step.shape(), shapes.0, shapes.1)?;
+        self.launch_args(step, x, y)
+    }
+
+    /// The arguments of the C ABI, of operands that have been checked.
+    fn launch_args(
+        &self,
+        step: &Step,
+        x: Option<RawMatrix>,
+        y: Option<RawMatrix>,
+    ) -> Result<ffi::aril_linear_args, LaunchError> {
         let Step { table, batch, workspace, .. } = step;
-        let (dtype, num_tokens) = (self.plan.dtype(), batch.num_tokens);
-        let null = (std::ptr::null_mut(), 0);
-        let (x, x_stride) = match x {
-            Some(MatrixRef(x)) => x.expect("x", dtype, num_tokens, self.site.in_features())?,
-            None => null,
-        };
-        let (y, y_stride) = match y {
-            Some(MatrixMut(y)) => y.expect("y", dtype, num_tokens, self.site.out_features())?,
-            None => null,
-        };
-        workspace.check(self.plan.workspace_bytes_for(num_tokens))?;
-        OperandError::within("the batch's tokens", num_tokens, self.plan.capacity().max_tokens)?;
+        let contract::Linear { site, plan, .. } = &self.contract;
+        let num_tokens = batch.num_tokens;
+        let [(x, x_stride), (y, y_stride)] = [x, y].map(|m| m.map_or((std::ptr::null_mut(), 0), |m| m.place()));
+        workspace.check(plan.workspace_bytes_for(num_tokens))?;
         let max_tiles = self.max_tiles(batch);
-        let outs_per_block = self.plan.outs_per_block(num_tokens, max_tiles);
-        let max_few_tiles = self.plan.max_few_tiles(num_tokens, max_tiles);
-        let outs_per_block_of_few = if self.plan.is_large_m(num_tokens) {
-            outs_per_block
-        } else {
-            self.plan.outs_per_block(num_tokens, max_few_tiles)
-        };
+        let outs_per_block = plan.outs_per_block(num_tokens, max_tiles);
+        let max_few_tiles = plan.max_few_tiles(num_tokens, max_tiles);
+        let outs_per_block_of_few =
+            if plan.is_large_m(num_tokens) { outs_per_block } else { plan.outs_per_block(num_tokens, max_few_tiles) };
         let mut out_features = [0; MAX_SLICES];
-        for (out, slice) in out_features.iter_mut().zip(self.site.slices()) {
+        for (out, slice) in out_features.iter_mut().zip(site.slices()) {
             *out = int(slice.out_features())?;
         }
         Ok(ffi::aril_linear_args {
-            dtype: dtype_code(dtype),
+            dtype: dtype_code(plan.dtype()),
             num_tokens: int(num_tokens)?,
             max_tiles: int(max_tiles)?,
-            large_m: self.plan.is_large_m(num_tokens).into(),
-            k_tiles_per_split: int(self.plan.k_tiles_per_split(num_tokens))?,
-            splits_per_block: int(self.plan.splits_per_block(num_tokens, max_tiles))?,
+            large_m: plan.is_large_m(num_tokens).into(),
+            k_tiles_per_split: int(plan.k_tiles_per_split(num_tokens))?,
+            splits_per_block: int(plan.splits_per_block(num_tokens, max_tiles))?,
             outs_per_block: int(outs_per_block)?,
             max_few_tiles: int(max_few_tiles)?,
             outs_per_block_of_few: int(outs_per_block_of_few)?,
             overwrites: 0,
-            in_features: int(self.site.in_features())?,
-            num_slices: int(self.site.slices().len())?,
+            in_features: int(site.in_features())?,
+            num_slices: int(site.slices().len())?,
             out_features,
             x,
             x_stride,
@@ -284,7 +279,7 @@ impl LoraLinear {
             mailbox: workspace.mailbox.ptr as *mut std::ffi::c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
-            weights: table.expect(self.model, dtype, &self.plan.capacity(), self.site.first_entry())?,
+            weights: table.at(site.first_entry())?,
             routing: batch.routing,
         })
     }

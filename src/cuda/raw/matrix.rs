@@ -50,21 +50,6 @@ raw_matrix!(MatrixRef);
 raw_matrix!(MatrixMut);
 
 impl RawMatrix {
-    /// Rejects another element type or shape, and returns address and row stride.
-    pub(super) fn expect(
-        &self,
-        operand: &'static str,
-        dtype: DType,
-        rows: usize,
-        cols: usize,
-    ) -> Result<(*mut c_void, i64), OperandError> {
-        if self.dtype != dtype {
-            return Err(OperandError::DType { operand, got: self.dtype, want: dtype });
-        }
-        self.shape(operand)?.extent.expect(operand, rows, cols)?;
-        Ok(self.place())
-    }
-
     /// Rejects rows that overlap, or that no memory could hold.
     pub(super) fn shape(&self, operand: &'static str) -> Result<Shape, OperandError> {
         let addressable = isize::MAX as usize / self.dtype.bytes();

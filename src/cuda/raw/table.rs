@@ -5,10 +5,9 @@ use crate::{
     DType,
     adapter::SlotImage,
     contract::StepShape,
-    error::{LaunchError, OperandError},
+    error::LaunchError,
     ffi,
     model::{Model, ModelId},
-    plan::Capacity,
 };
 
 /// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
@@ -107,25 +106,6 @@ impl Table {
 
     pub(super) fn max_rank(&self) -> usize {
         self.max_rank
-    }
-
-    /// The descriptors from `first_entry` on, for a layer of this model, element type and capacity.
-    pub(super) fn expect(
-        &self,
-        model: ModelId,
-        dtype: DType,
-        capacity: &Capacity,
-        first_entry: usize,
-    ) -> Result<ffi::aril_weights, LaunchError> {
-        if self.model != model {
-            return Err(OperandError::Model.into());
-        }
-        if self.dtype != dtype {
-            return Err(OperandError::DType { operand: "weights", got: self.dtype, want: dtype }.into());
-        }
-        OperandError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
-        OperandError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
-        self.at(first_entry)
     }
 
     /// What steps of `num_tokens` tokens are checked against.

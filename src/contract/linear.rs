@@ -1,0 +1,74 @@
+use super::{Shape, StepShape};
+use crate::{
+    DType,
+    error::OperandError,
+    model::{LinearId, LinearSite, Model, ModelId, SliceSite},
+    plan::{Capacity, LinearPlan, PlanError},
+};
+
+/// A linear layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Linear {
+    model: ModelId,
+    pub(crate) site: LinearSite,
+    pub(crate) plan: LinearPlan,
+}
+
+impl Linear {
+    pub(crate) fn new(model: &Model, id: LinearId, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+        let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
+        let plan = LinearPlan::new(&site, dtype, capacity)?;
+        Ok(Self { model: model.id(), site, plan })
+    }
+
+    /// Of shrink `x`, of expand `y`, of both in one both.
+    pub(crate) fn check(&self, step: StepShape, x: Option<Shape>, y: Option<Shape>) -> Result<(), OperandError> {
+        let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
+        x.map_or(Ok(()), |x| x.expect("x", dtype, tokens, self.site.in_features()))?;
+        y.map_or(Ok(()), |y| y.expect("y", dtype, tokens, self.site.out_features()))
+    }
+
+    /// Returns the features of gate and of up.
+    pub(crate) fn check_silu_mul(&self, step: StepShape, y: Shape, out: Shape) -> Result<usize, OperandError> {
+        let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
+        let features = match self.site.slices() {
+            [gate, up] if gate.out_features() == up.out_features() => gate.out_features(),
+            slices => {
+                return Err(OperandError::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() });
+            }
+        };
+        y.expect("y", dtype, tokens, 2 * features)?;
+        out.expect("out", dtype, tokens, features)?;
+        Ok(features)
+    }
+
+    /// Returns the features of the norm.
+    pub(crate) fn check_add_rms_norm(
+        &self,
+        step: StepShape,
+        y: Shape,
+        residual: Shape,
+        weight_len: usize,
+        out: Shape,
+    ) -> Result<usize, OperandError> {
+        let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
+        let (features, slices) = (self.site.out_features(), self.site.slices().len());
+        if slices != 1 {
+            return Err(OperandError::NormSlices { slices });
+        }
+        y.expect("y", dtype, tokens, features)?;
+        residual.expect("residual", dtype, tokens, features)?;
+        if weight_len != features {
+            return Err(OperandError::NormWeight { got: weight_len, want: features });
+        }
+        out.expect("out", dtype, tokens, features)?;
+        Ok(features)
+    }
+
+    /// Returns the element type of the operands.
+    fn check_step(&self, step: StepShape) -> Result<DType, OperandError> {
+        let capacity = self.plan.capacity();
+        step.check(self.model, self.plan.dtype(), capacity, capacity.max_tokens)?;
+        Ok(self.plan.dtype())
+    }
+}
