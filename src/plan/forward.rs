@@ -199,6 +199,7 @@ impl fmt::Display for ForwardPlan {
 }
 
 #[cfg(test)]
+#[expect(clippy::panic, reason = "a test fails by panicking")]
 mod tests {
     use super::{Capacity, Device, ForwardPlan, PlanError};
     use crate::{
