@@ -4,7 +4,7 @@ use std::{fmt, ops::Range};
 
 use offset_allocator::{Allocation, Allocator, ext::min_allocator_size};
 
-use crate::{plan::PlanError, residency::Usage};
+use crate::{extent::product, plan::PlanError, residency::Usage};
 
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;
@@ -55,6 +55,11 @@ impl Block {
     }
 }
 
+/// Size in bytes of an arena of `bytes` bytes, which has whole granules.
+pub(crate) fn whole_granules(bytes: usize) -> usize {
+    product(&[bytes.div_ceil(GRANULE_BYTES), GRANULE_BYTES])
+}
+
 impl Blocks {
     /// An arena of `bytes` bytes, rounded up to whole granules. `what` names it in the error.
     pub(crate) fn new(what: &'static str, bytes: usize) -> Result<Self, PlanError> {
@@ -63,7 +68,7 @@ impl Blocks {
         let granules = granules.map_err(|_| PlanError::Limit { what, value: bytes, max })?;
         // Of an arena of n granules, at most n blocks are used or free.
         let allocator = Allocator::with_max_allocs(granules, granules.saturating_add(2).min(MAX_BLOCKS));
-        Ok(Self { allocator, capacity: granules as usize * GRANULE_BYTES, used: 0 })
+        Ok(Self { allocator, capacity: whole_granules(bytes), used: 0 })
     }
 
     /// Allocates a block; `None` if no free block is large enough.

@@ -85,6 +85,8 @@ pub mod adapter;
 pub mod admission;
 mod blocks;
 mod contract;
+#[cfg(any(test, feature = "cuda"))]
+mod copies;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -93,6 +95,8 @@ mod dtype;
 pub mod error;
 mod extent;
 mod ffi;
+#[cfg(any(test, feature = "cuda"))]
+mod gate;
 pub mod group;
 pub mod model;
 pub mod plan;

@@ -340,7 +340,7 @@ fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> R
             bail!("two adapters are named `{name}`");
         }
         let checked = || -> Result<Adapter> {
-            let mut adapter = Adapter::read(dir)?;
+            let mut adapter = Adapter::open(dir)?;
             adapter.compare_base_weights(&is_same)?;
             Ok(adapter)
         };

@@ -52,7 +52,7 @@ impl Library {
             let path = dir.path().join(number.to_string());
             write(&path, [8, 16, 16, 32, 64][number % 5], rng)?;
             let x: Vec<bf16> = (0..HIDDEN).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect();
-            let y = device.alone(&Adapter::read(&path)?, &x)?;
+            let y = device.alone(&Adapter::open(&path)?, &x)?;
             let id = device.register(Source::directory(&path, &model, DType::BF16)?)?;
             served.push(Served { id, x, y });
         }

@@ -44,6 +44,7 @@ pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 /// How a weight file is read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Access {
+    /// As [`Adapter::map`](super::Adapter::map), alone, requires of its caller.
     Map,
     Copy,
     /// The headers now, and each tensor when it is packed.
@@ -234,7 +235,7 @@ struct Index {
 
 #[expect(unsafe_code, reason = "maps weight files instead of copying them")]
 fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::open` requires that nobody changes the file.
+    // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::map` requires that nobody changes the file.
     unsafe { Mmap::map(file) }
 }
 

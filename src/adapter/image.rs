@@ -3,7 +3,7 @@
 //! Factors are stored one after the other in the formats of [`layout`](super::layout), each aligned to
 //! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES).
 
-use std::ops::Range;
+use std::{cell::Cell, ops::Range};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -271,8 +271,36 @@ impl Piece<'_> {
     /// If `bytes.len() != self.range().len()`.
     pub fn write_to(&self, bytes: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(bytes.len(), self.range.len(), "the memory must have the piece's size");
+        let _writing = Writing::begin();
         write_parts(self.dtype, &self.parts, bytes)
     }
+}
+
+thread_local! {
+    /// How many pieces this thread is writing.
+    static WRITING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A piece that this thread writes. While it waits for rayon's other threads, it may take up another load, which has memory of its own. That
+/// one it writes alone, without waiting: otherwise it could take up one load after the other, each within the one before.
+struct Writing;
+
+impl Writing {
+    fn begin() -> Self {
+        WRITING.set(WRITING.get() + 1);
+        Self
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        WRITING.set(WRITING.get() - 1);
+    }
+}
+
+/// Whether this thread writes a piece within another one.
+pub(super) fn is_nested() -> bool {
+    WRITING.get() > 1
 }
 
 fn write_parts(dtype: DType, parts: &[Rectangle<'_>], block: &mut [u8]) -> Result<(), AdapterError> {
@@ -291,6 +319,76 @@ fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<
         (part, block) = block.split_at_mut(source.block_elems() * size_of::<T>());
         parts.push((source, part));
     }
-    let error = parts.into_par_iter().find_map_first(|(source, part)| source.write::<T>(part).err());
+    let write = |(source, part): (&Rectangle<'_>, &mut [u8])| source.write::<T>(part).err();
+    let error =
+        if is_nested() { parts.into_iter().find_map(write) } else { parts.into_par_iter().find_map_first(write) };
     error.map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering},
+        thread,
+        time::Duration,
+    };
+
+    use rayon::ThreadPoolBuilder;
+
+    use super::*;
+    use crate::{
+        adapter::{Adapter, Tensor},
+        model::{Linear, ModelSpec, Parallel, TpRank},
+    };
+
+    /// Bytes that take a while to read, so that threads wait for each other.
+    struct Slow(Vec<u8>);
+
+    impl AsRef<[u8]> for Slow {
+        fn as_ref(&self) -> &[u8] {
+            thread::sleep(Duration::from_micros(20));
+            &self.0
+        }
+    }
+
+    /// Loads on rayon's threads take up each other, but a thread is within two of them at most. What they write is right.
+    #[test]
+    fn loads_do_not_nest_without_bound() {
+        const LAYERS: usize = 16;
+        const FEATURES: usize = 64;
+        let mut spec = ModelSpec::new();
+        for layer in 0..LAYERS {
+            let linear = Linear::new(format!("layers.{layer}"), Parallel::Replicated, FEATURES);
+            spec.linear(linear.slice("m", FEATURES)).unwrap();
+        }
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let tensors = (0..LAYERS).flat_map(|layer| {
+            [("A", [8, FEATURES]), ("B", [FEATURES, 8])].map(|(factor, shape)| {
+                let values: Vec<f32> = (0..=u8::MAX).cycle().take(shape[0] * shape[1]).map(f32::from).collect();
+                let values = Slow(bytemuck::cast_slice(&values).to_vec());
+                let name = format!("layers.{layer}.m.lora_{factor}.weight");
+                (name, Tensor::new(DType::F32, shape, values).unwrap())
+            })
+        });
+        let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 8, "lora_alpha": 8}"#, tensors).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        let mut want = vec![0; image.bytes()];
+        image.write_to(&mut want).unwrap();
+        let most = AtomicUsize::new(0);
+        let load = |_: usize| {
+            let mut block = vec![0xee; image.bytes()];
+            for piece in image.pieces(MIN_STAGING_BYTES) {
+                most.fetch_max(WRITING.get() + 1, Ordering::Relaxed);
+                piece.write_to(&mut block[piece.range()]).unwrap();
+            }
+            assert!(block == want);
+        };
+        for threads in [2, 4, 16] {
+            let threads = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            threads.install(|| (0..64).into_par_iter().with_max_len(1).for_each(load));
+        }
+        assert_eq!(WRITING.get(), 0);
+        assert!((1..=2).contains(&most.into_inner()));
+    }
 }

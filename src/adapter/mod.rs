@@ -1,6 +1,6 @@
 //! LoRA adapters in PEFT's format, and their images in a slot.
 //!
-//! [`Adapter::open`] maps the files of a directory, and [`Adapter::read`] copies them. [`Adapter::from_safetensors`] takes the
+//! [`Adapter::open`] reads the files of a directory, and [`Adapter::map`] maps them. [`Adapter::from_safetensors`] takes the
 //! bytes of such files, and [`Adapter::from_tensors`] takes tensors. Each reads `adapter_config.json` and the names and shapes of
 //! the tensors, and rejects by name whatever cannot be served exactly. [`Adapter::plan`] places the adapter in a
 //! [`Model`](crate::model::Model) and selects what this rank needs. [`SlotImage::write_to`] then reads each weight once. Training,
@@ -9,7 +9,7 @@
 //! ```no_run
 //! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
 //! # fn pack(model: &Model) -> Result<Vec<u8>, AdapterError> {
-//! let adapter = Adapter::read("adapters/pirate")?;
+//! let adapter = Adapter::open("adapters/pirate")?;
 //! let image = adapter.plan(model, DType::BF16)?;
 //! let mut block = vec![0; image.bytes()];
 //! image.write_to(&mut block)?;

@@ -34,23 +34,27 @@ pub struct Adapter {
 impl Adapter {
     /// Opens the adapter in a directory: `adapter_config.json`, and safetensors in one file or in shards with an index.
     ///
-    /// The weight files are memory-mapped. Do not modify or truncate them while the adapter is alive: reading past a truncated
-    /// file's end kills the process with `SIGBUS`. Replacing a file by renaming another over it is safe. Use [`read`](Self::read)
-    /// for files that others may modify.
+    /// The weight files are read into memory, which takes as many bytes as they have. What is done to them later has no effect.
     ///
     /// # Errors
-    /// [`AdapterError`] if a file is missing, unreadable or malformed, or has anything unsupported in it.
+    /// [`AdapterError`] if a file is missing, unreadable or malformed, has anything unsupported in it, or is modified while it is read,
+    /// or if memory is exhausted.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Ok(Self::load(dir.as_ref(), Access::Map)?.0)
+        Ok(Self::load(dir.as_ref(), Access::Copy)?.0)
     }
 
-    /// Like [`open`](Self::open), but reads the weight files into memory, so that later changes to them have no effect. Use it for
-    /// untrusted adapters. It takes as much memory as the files have bytes.
+    /// Like [`open`](Self::open), but maps the weight files into memory, whose pages are read when they are needed.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), or if memory is exhausted.
-    pub fn read(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Ok(Self::load(dir.as_ref(), Access::Copy)?.0)
+    /// As for [`open`](Self::open).
+    ///
+    /// # Safety
+    /// Nothing modifies or truncates the weight files while the adapter, a clone of one of its tensors or a [`Source`](crate::pool::Source)
+    /// of it is alive: the bytes of a map are Rust's to read, and reading past the end of a truncated file kills the process with `SIGBUS`.
+    /// To replace a file by renaming another over it is safe.
+    #[expect(unsafe_code, reason = "its caller has an obligation")]
+    pub unsafe fn map(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
+        Ok(Self::load(dir.as_ref(), Access::Map)?.0)
     }
 
     /// The adapter in a directory, and the files that it was read from.

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
+    image::is_nested,
     layout::{self, B, CORE, CORE_ELEMS, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
     tensor::{Rows as StoredRows, View},
 };
@@ -86,10 +87,14 @@ impl<'a> Rectangle<'a> {
             stripes = stripes.max(part.len().div_ceil(stripe_bytes));
         }
         let features = stripes * TILE_FEATURES;
-        let tasks = part.par_chunks_mut(stripes * stripe_bytes).enumerate();
-        let is_finite = tasks
-            .map(|(task, part)| self.narrowed(task * features, features).pack::<S, T>(part))
-            .try_reduce(|| true, |a, b| Ok(a && b))?;
+        let pack = |(task, part): (usize, &mut [u8])| self.narrowed(task * features, features).pack::<S, T>(part);
+        let is_finite = if is_nested() {
+            let mut tasks = part.chunks_mut(stripes * stripe_bytes).enumerate();
+            tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))?
+        } else {
+            let tasks = part.par_chunks_mut(stripes * stripe_bytes).enumerate();
+            tasks.map(pack).try_reduce(|| true, |a, b| Ok(a && b))?
+        };
         if is_finite { Ok(()) } else { self.unrepresentable::<S, T>() }
     }
 
@@ -130,43 +135,54 @@ impl<'a> Rectangle<'a> {
         thread_local! {
             static BUFFERS: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
         }
-        BUFFERS.with_borrow_mut(|buffers| {
-            buffers.resize_with(self.views.len().max(buffers.len()), Vec::new);
-            let views = self.views.iter().zip(buffers);
-            let views = views.map(|(view, buffer)| view.load::<S>(buffer)).collect::<Result<Vec<_>, _>>()?;
-            let rows = views.iter().flat_map(StoredRows::iter);
-            let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
-            match self.kind {
-                Kind::LinearA => {
-                    let rows: Vec<_> = rows.collect();
-                    let tile_elems = layout::stripe_elems(rank) * (K_TILE / TILE_FEATURES);
-                    for (k_tile, part) in part.chunks_exact_mut(tile_elems * size_of::<T>()).enumerate() {
-                        for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
-                            let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
-                            for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
-                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
-                            }
-                        }
-                    }
-                }
-                Kind::B => match &views[..] {
-                    // Without the cost of an iterator over several views for each short row.
-                    [view] => write_b::<S, T>(view.iter(), rank, part),
-                    _ => write_b::<S, T>(rows, rank, part),
-                },
-                Kind::EmbeddingA => {
-                    let rows: Vec<_> = rows.collect();
-                    let row_bytes = rank.next_multiple_of(TILE_RANKS) * size_of::<T>();
-                    for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
-                        for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
-                            let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
-                            write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
+        // Not borrowed meanwhile: a handle of the user's that has the bytes may itself pack another adapter on this thread.
+        let mut buffers = BUFFERS.take();
+        let packed = self.pack_through::<S, T>(part, &mut buffers);
+        BUFFERS.set(buffers);
+        packed
+    }
+
+    /// As [`pack`](Self::pack). What is in a file, or in columns, goes through `buffers`.
+    fn pack_through<S: Element, T: Element>(
+        &self,
+        part: &mut [u8],
+        buffers: &mut Vec<Vec<u8>>,
+    ) -> Result<bool, AdapterError> {
+        buffers.resize_with(self.views.len().max(buffers.len()), Vec::new);
+        let views = self.views.iter().zip(buffers);
+        let views = views.map(|(view, buffer)| view.load::<S>(buffer)).collect::<Result<Vec<_>, _>>()?;
+        let rows = views.iter().flat_map(StoredRows::iter);
+        let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
+        match self.kind {
+            Kind::LinearA => {
+                let rows: Vec<_> = rows.collect();
+                let tile_elems = layout::stripe_elems(rank) * (K_TILE / TILE_FEATURES);
+                for (k_tile, part) in part.chunks_exact_mut(tile_elems * size_of::<T>()).enumerate() {
+                    for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
+                        let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
+                        for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
+                            write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
                         }
                     }
                 }
             }
-            Ok(are_finite::<T>(part))
-        })
+            Kind::B => match &views[..] {
+                // Without the cost of an iterator over several views for each short row.
+                [view] => write_b::<S, T>(view.iter(), rank, part),
+                _ => write_b::<S, T>(rows, rank, part),
+            },
+            Kind::EmbeddingA => {
+                let rows: Vec<_> = rows.collect();
+                let row_bytes = rank.next_multiple_of(TILE_RANKS) * size_of::<T>();
+                for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
+                    for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
+                        let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
+                        write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
+                    }
+                }
+            }
+        }
+        Ok(are_finite::<T>(part))
     }
 
     /// Returns the error for the first weight that is not finite in `T`.

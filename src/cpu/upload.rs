@@ -77,8 +77,11 @@ impl Arena {
 
     /// Takes `bytes`, or returns how many are free.
     pub(super) fn take(&self, bytes: usize) -> Result<(), usize> {
-        let taken = |used: usize| Some(used + bytes).filter(|&used| used <= self.bytes);
-        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken).map(drop).map_err(|used| self.bytes - used)
+        let taken = |used: usize| used.checked_add(bytes).filter(|&used| used <= self.bytes);
+        self.used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, taken)
+            .map(drop)
+            .map_err(|used| self.bytes.saturating_sub(used))
     }
 
     pub(super) fn usage(&self) -> Usage {

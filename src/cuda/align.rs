@@ -52,7 +52,7 @@ impl Alignment {
         queue.check("the batch", batch.queue())?;
         top_k.check_tokens(batch.num_tokens())?;
         top_k.check_queue(&queue)?;
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let raw = {
             let (top_k, _guards) = top_k.on(&queue);
             let _memory_guard = self.memory.written();

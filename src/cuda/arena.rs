@@ -10,6 +10,7 @@ use cudarc::driver::CudaEvent;
 use super::{LaunchError, Queue, capturing::Relaxed, region::Region};
 use crate::{
     blocks::{Block, Blocks},
+    copies,
     error::LoadError,
     residency::Usage,
 };
@@ -77,13 +78,6 @@ impl Arena {
         }
     }
 
-    /// Frees blocks that work before `event` may still use.
-    pub(super) fn give_back(&self, blocks: impl IntoIterator<Item = Block>, event: Option<Arc<CudaEvent>>) {
-        let mut free = self.lock();
-        free.pending.extend(event);
-        blocks.into_iter().for_each(|block| free.blocks.free(block));
-    }
-
     /// Whether two blocks of these sizes are free.
     pub(super) fn fits(&self, bytes: [usize; 2]) -> bool {
         let mut free = self.lock();
@@ -103,11 +97,19 @@ impl Arena {
     }
 }
 
+impl copies::Arena<CudaEvent> for Arena {
+    fn give_back(&self, blocks: impl IntoIterator<Item = Block>, event: Option<Arc<CudaEvent>>) {
+        let mut free = self.lock();
+        free.pending.extend(event);
+        blocks.into_iter().for_each(|block| free.blocks.free(block));
+    }
+}
+
 impl Drop for Arena {
     /// Makes the queue's stream, which orders the deallocation, wait for copies on other streams.
     fn drop(&mut self) {
         for event in &self.free.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
-            if self.queue.enter().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
+            if self.queue.enter().and_then(|_entered| Ok(self.queue.stream().wait(event)?)).is_err() {
                 // The stream is being captured, or the context is gone and with it the copy.
                 let _relaxed = Relaxed::new();
                 let _ = event.synchronize();

@@ -26,9 +26,10 @@ impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
     /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// [`LaunchError`] if device memory is exhausted.
+    /// [`LaunchError`] if device memory is exhausted, or no memory can hold `len` elements.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
-        Ok(Self { memory: Arc::new(Region::new(queue, len * size_of::<T>())?) })
+        let bytes = LaunchError::bytes_of::<T>("the buffer's elements", len)?;
+        Ok(Self { memory: Arc::new(Region::new(queue, bytes)?) })
     }
 }
 
@@ -38,7 +39,7 @@ impl<T: DeviceRepr> Buffer<T> {
     /// # Errors
     /// [`LaunchError::WrongStream`] if it was allocated on another stream, or [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
-        queue.enter()?;
+        let _entered = queue.enter()?;
         Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
     }
 
@@ -65,7 +66,7 @@ impl<T: DeviceRepr> Buffer<T> {
     pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
-        queue.enter()?;
+        let _entered = queue.enter()?;
         // SAFETY: the buffer is large enough, the stream orders its uses, and the source outlives the copy.
         unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
@@ -80,7 +81,7 @@ impl<T: DeviceRepr> Buffer<T> {
     pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
-        queue.enter()?;
+        let _entered = queue.enter()?;
         // SAFETY: the buffer is large enough, and the target outlives the copy.
         unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
@@ -93,7 +94,8 @@ impl<T: DeviceRepr> Buffer<T> {
     /// # Errors
     /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
     pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
-        let queue = self.enter_copy(from, len)?;
+        let queue = self.check_copy(from, len)?;
+        let _entered = queue.enter()?;
         // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current context.
         unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
@@ -104,18 +106,18 @@ impl<T: DeviceRepr> Buffer<T> {
     /// # Errors
     /// As for [`enqueue_write`](Self::enqueue_write).
     pub fn enqueue_read(&self, to: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
-        let queue = self.enter_copy(to, len)?;
+        let queue = self.check_copy(to, len)?;
+        let _entered = queue.enter()?;
         // SAFETY: as for `enqueue_write`.
         unsafe { to.memory.copy_from(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
 
-    /// Checks a copy between the buffer and pinned memory, and enters the queue.
-    fn enter_copy(&self, pinned: &PinnedBuffer<T>, len: usize) -> Result<&Queue, LaunchError> {
+    /// Checks a copy between the buffer and pinned memory, and returns its queue.
+    fn check_copy(&self, pinned: &PinnedBuffer<T>, len: usize) -> Result<&Queue, LaunchError> {
         check_len(len, self.len())?;
         check_len(len, pinned.len())?;
         let queue = self.memory.queue();
         queue.check("the pinned elements", &pinned.queue)?;
-        queue.enter()?;
         Ok(queue)
     }
 }
@@ -135,10 +137,11 @@ impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
     /// `len` zeros, for copies on the queue.
     ///
     /// # Errors
-    /// [`LaunchError`] if page-locked memory is exhausted.
+    /// [`LaunchError`] if page-locked memory is exhausted, or no memory can hold `len` elements.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+        let bytes = LaunchError::bytes_of::<T>("the pinned elements", len)?;
         queue.bind()?;
-        Ok(Self { memory: Pinned::new(len * size_of::<T>(), 0)?, queue: queue.clone(), len, elements: PhantomData })
+        Ok(Self { memory: Pinned::new(bytes, 0)?, queue: queue.clone(), len, elements: PhantomData })
     }
 }
 
@@ -190,7 +193,7 @@ impl Queue {
         check_len(from.len(), to.len())?;
         from.check_queue("from", self)?;
         to.check_queue("to", self)?;
-        self.enter()?;
+        let _entered = self.enter()?;
         let bytes = from.len() * size_of::<T>();
         let (source, _source_guard) = from.on(self);
         let (target, _target_guard) = to.on(self);
@@ -224,9 +227,15 @@ struct Part<T> {
     memory: Arc<Region<T>>,
     first: usize,
     len: usize,
+    /// Keeps anybody from borrowing a shared buffer exclusively.
+    _shared: Option<Arc<Buffer<T>>>,
 }
 
 impl<T> Part<T> {
+    fn share(&self) -> Self {
+        Self { memory: Arc::clone(&self.memory), first: self.first, len: self.len, _shared: self._shared.clone() }
+    }
+
     fn ptr(&self) -> u64 {
         self.memory.region().ptr + (self.first * size_of::<T>()) as u64
     }
@@ -249,9 +258,29 @@ impl<T> Buffer<T> {
         ViewMut(Source::Kept(self.part(range), PhantomData))
     }
 
+    /// The elements before `mid` and those from `mid` on, such as the input and the output of an operation in one buffer.
+    ///
+    /// ```no_run
+    /// # use aril::cuda::*;
+    /// fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, activations: &mut Buffer<f32>) -> Result<(), LaunchError> {
+    ///     let tokens = step.num_tokens();
+    ///     let (x, y) = activations.split_at_mut(tokens * 4096);
+    ///     layer.add_delta(step, Matrix::new(x.as_view(), tokens, 4096)?, MatrixMut::new(y, tokens, 1024)?)
+    /// }
+    /// ```
+    ///
+    /// # Panics
+    /// If `mid` is out of bounds.
+    pub fn split_at_mut(&mut self, mid: usize) -> (ViewMut<'_, T>, ViewMut<'_, T>) {
+        let len = self.memory.len();
+        assert!(mid <= len, "the buffer must have the elements before `mid`");
+        let [first, second] = [0..mid, mid..len].map(|range| ViewMut(Source::Kept(self.part(range), PhantomData)));
+        (first, second)
+    }
+
     fn part(&self, range: Range<usize>) -> Part<T> {
         assert!(range.start <= range.end && range.end <= self.memory.len(), "the range must be in the buffer");
-        Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len() }
+        Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len(), _shared: None }
     }
 }
 
@@ -273,6 +302,30 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
     }
 }
 
+/// A shared buffer, which nobody can write to. What has the view needs no borrow of it.
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use aril::{cuda::*, model::LinearId};
+/// use half::bf16;
+///
+/// struct Output {
+///     w: Arc<Buffer<bf16>>,
+///     layer: FusedLinear<'static, bf16>,
+/// }
+///
+/// fn output(weights: &WeightTable, id: LinearId, w: Arc<Buffer<bf16>>) -> Result<Output, LaunchError> {
+///     let layer = FusedLinear::new(weights, id, [Matrix::new(Arc::clone(&w), 4096, 4096)?])?;
+///     Ok(Output { w, layer })
+/// }
+/// ```
+impl<T> From<Arc<Buffer<T>>> for View<'static, T> {
+    fn from(buffer: Arc<Buffer<T>>) -> Self {
+        let part = buffer.part(0..buffer.memory.len());
+        Self(Source::Kept(Part { _shared: Some(buffer), ..part }, PhantomData))
+    }
+}
+
 impl<'a, T> From<CudaViewMut<'a, T>> for ViewMut<'a, T> {
     fn from(view: CudaViewMut<'a, T>) -> Self {
         Self(Source::Borrowed(view))
@@ -288,6 +341,34 @@ impl<'a, T> From<&'a mut CudaSlice<T>> for ViewMut<'a, T> {
 impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
     fn from(buffer: &'a mut Buffer<T>) -> Self {
         buffer.slice_mut(0..buffer.memory.len())
+    }
+}
+
+impl<T> ViewMut<'_, T> {
+    /// The same elements, as input.
+    pub fn as_view(&self) -> View<'_, T> {
+        View(match &self.0 {
+            Source::Borrowed(view) => Source::Borrowed(view.as_view()),
+            Source::Kept(part, _) => Source::Kept(part.share(), PhantomData),
+        })
+    }
+
+    /// The same elements, for one of several uses.
+    ///
+    /// ```no_run
+    /// # use aril::cuda::*;
+    /// # fn add(layers: &[LoraLinear], step: &mut Step<'_>, x: &Buffer<f32>, mut y: ViewMut<'_, f32>) -> Result<(), LaunchError> {
+    /// for layer in layers {
+    ///     layer.add_delta(step, Matrix::new(x, 1, 64)?, MatrixMut::new(y.reborrow(), 1, 64)?)?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reborrow(&mut self) -> ViewMut<'_, T> {
+        ViewMut(match &mut self.0 {
+            Source::Borrowed(view) => Source::Borrowed(view.slice_mut(..)),
+            Source::Kept(part, _) => Source::Kept(part.share(), PhantomData),
+        })
     }
 }
 

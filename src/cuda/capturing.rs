@@ -2,13 +2,15 @@
 
 use std::{
     marker::PhantomData,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, DriverError,
-    sys::{CUstreamCaptureMode, CUstreamCaptureStatus, cuThreadExchangeStreamCaptureMode},
+    CudaContext, CudaSlice, DriverError,
+    sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode},
 };
+
+use super::{LaunchError, Queue};
 
 /// Allows this thread to allocate, free and query events during any stream capture. Without it, the driver rejects such calls on a
 /// capturing thread, and on every thread during a global capture, and the capture fails.
@@ -44,34 +46,36 @@ fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, Driver
     Ok(mode)
 }
 
-/// Memory dropped while its stream was being captured. Freeing it then would add the deallocation to the graph.
-static POSTPONED: Mutex<Vec<CudaSlice<u8>>> = Mutex::new(Vec::new());
+/// Memory dropped while its stream was being captured, and its queue. Freeing it then would add the deallocation to the graph.
+static POSTPONED: Mutex<Vec<(CudaSlice<u8>, Queue)>> = Mutex::new(Vec::new());
 
 /// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of [`free_postponed`].
-pub(super) fn free(memory: CudaSlice<u8>) {
-    let context = Arc::clone(memory.stream().context());
-    POSTPONED.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
-    free_postponed(&context);
+pub(super) fn free(memory: CudaSlice<u8>, queue: &Queue) {
+    postponed().push((memory, queue.clone()));
+    free_postponed(queue.stream().context());
 }
 
 /// Frees postponed memory of a context whose stream is no longer being captured. That of other contexts, which other threads may have
 /// current, is left to them.
 pub(super) fn free_postponed(context: &Arc<CudaContext>) {
-    let mut postponed = POSTPONED.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_free = |memory: &mut CudaSlice<u8>| memory.stream().context() == context && !is_captured(memory.stream());
-    let free: Vec<_> = postponed.extract_if(.., is_free).collect();
-    drop(postponed);
-    let _relaxed = Relaxed::new();
-    drop(free);
+    let of_context: Vec<_> = postponed().extract_if(.., |(_, queue)| queue.stream().context() == context).collect();
+    for (memory, queue) in of_context {
+        let captured = match queue.enter() {
+            Err(LaunchError::Capturing) => Some(memory),
+            entered => {
+                if let Err(LaunchError::Driver(error)) = entered {
+                    // The next call that can return the error returns it.
+                    context.record_err::<()>(Err(error));
+                }
+                let _relaxed = Relaxed::new();
+                drop(memory);
+                None
+            }
+        };
+        postponed().extend(captured.map(|memory| (memory, queue)));
+    }
 }
 
-fn is_captured(stream: &CudaStream) -> bool {
-    match stream.capture_status() {
-        Ok(status) => status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
-        Err(error) => {
-            // The next call that can return the error returns it.
-            stream.context().record_err::<()>(Err(error));
-            false
-        }
-    }
+fn postponed() -> MutexGuard<'static, Vec<(CudaSlice<u8>, Queue)>> {
+    POSTPONED.lock().unwrap_or_else(PoisonError::into_inner)
 }

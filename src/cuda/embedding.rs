@@ -45,7 +45,7 @@ impl LoraEmbedding {
         let mut args = self.raw.args(&step.raw(), 0, token_ids.len(), y.shape())?;
         token_ids.check("token_ids", step)?;
         y.check(step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep([token_ids.kept(), y.kept()]);
         let queue = step.queue();
         let (token_ids, _ids_guard) = token_ids.on(queue);

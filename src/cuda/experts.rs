@@ -172,7 +172,7 @@ impl LoraExperts {
                 [y.kept(), out.kept()]
             }
         };
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep(kept.into_iter().chain([x.kept()]));
         let queue = step.queue();
         let (_, _top_k_guards) = routes.top_k.on(queue);

@@ -7,14 +7,14 @@ use std::sync::Arc;
 use cudarc::driver::{CudaEvent, result};
 
 use super::{LaunchError, WeightTable, table::Shared};
-use crate::{Slot, error::OperandError};
+use crate::{Slot, copies::Arena as _, error::OperandError};
 
 impl WeightTable {
     /// Points a slot to the block and the descriptors of an adapter, in stream order, after `copied`.
     pub(super) fn flip(&self, slot: Slot, flip: &Flip<'_>) -> Result<(), LaunchError> {
         let Shared { queue, slots, .. } = &*self.shared;
         let Some(index) = slot.index() else { return Ok(()) };
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let mut blocks = slots.lock();
         slots.changing(&mut blocks, index, || {
             queue.stream().wait(flip.copied)?;
@@ -30,7 +30,7 @@ impl WeightTable {
     /// Makes the rows of slots empty, in stream order. The event is recorded after it.
     pub(super) fn clear(&self, slots: &[usize]) -> Result<CudaEvent, LaunchError> {
         let queue = &self.shared.queue;
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let cleared = queue.new_event()?;
         for &slot in slots {
             let row = self.shared.row(slot);
@@ -67,7 +67,7 @@ impl Drop for Shared {
             return;
         }
         let done = self.queue.new_event().and_then(|done| {
-            self.queue.enter()?;
+            let _entered = self.queue.enter()?;
             done.record(self.queue.stream())?;
             Ok(Arc::new(done))
         });

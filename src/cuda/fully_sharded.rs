@@ -43,7 +43,7 @@ impl FullyShardedLinear {
         let mut args = self.raw.shrink_args(&step.raw(), x.shape(), v.shape())?;
         x.check(step)?;
         v.check_as("v", step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep([x.kept(), v.kept()]);
         let queue = step.queue();
         let ((x, _x_guard), (v, _v_guard)) = (x.on(queue), v.on(queue));
@@ -70,7 +70,7 @@ impl FullyShardedLinear {
         let mut args = self.raw.expand_args(&step.raw(), v.shape(), y.shape())?;
         v.check_as("v", step)?;
         y.check(step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep([v.kept(), y.kept()]);
         let queue = step.queue();
         let ((v, _v_guard), (y, _y_guard)) = (v.on(queue), y.on(queue));

@@ -61,7 +61,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         slices: impl IntoIterator<Item = Matrix<'a, T>>,
     ) -> Result<Self, LaunchError> {
         let queue = weights.queue();
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let slices: Vec<_> = slices.into_iter().collect();
         slices.iter().try_for_each(|w| w.check_queue("W", queue))?;
         let addressed: Vec<_> = slices.iter().map(|w| w.at(w.on(queue).0)).collect();
@@ -79,9 +79,10 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         let bias = bias.into();
         self.raw.check_bias(bias.len())?;
         bias.check_queue("bias", &self.queue)?;
-        self.queue.enter()?;
-        let address = bias.on(&self.queue).0;
-        wait_for(&self.queue)?;
+        let queue = self.queue.clone();
+        let _entered = queue.enter()?;
+        let address = bias.on(&queue).0;
+        wait_for(&queue)?;
         Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), ..self })
     }
 
@@ -122,7 +123,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         y.check(step)?;
         self.slices.iter().try_for_each(|w| w.check_as("W", step))?;
         self.bias.as_ref().map_or(Ok(()), |bias| bias.check("bias", step))?;
-        step.enter()?;
+        let _entered = step.enter()?;
         let kept = [x.kept(), y.kept(), self.bias.as_ref().and_then(View::kept)];
         step.keep(kept.into_iter().chain(self.slices.iter().map(Matrix::kept)));
         let queue = step.queue();

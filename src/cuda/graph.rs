@@ -59,7 +59,7 @@ impl Graph {
         if step.has_adapters() && !self.has_adapters {
             return Err(LaunchError::WithoutAdapters);
         }
-        step.enter()?;
+        let _entered = step.enter()?;
         self.parts.groups.iter().for_each(|groups| groups.replay());
         Ok(self.graph.launch()?)
     }
@@ -72,13 +72,14 @@ pub(super) fn capture<E: From<LaunchError>>(
     (captured, has_adapters): (raw::Step, bool),
     record: impl FnOnce(&Recorded) -> Result<(), E>,
 ) -> Result<Graph, E> {
-    queue.enter()?;
     let recorded = Recorded::new(kept);
     let mut capture = Capture { queue, open: false };
     // Other threads may allocate and copy meanwhile.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    let alone = queue.enter_alone()?;
     queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
     capture.open = true;
+    drop(alone);
     record(&recorded)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
     if num_nodes(&graph)? == 0 {

@@ -69,7 +69,7 @@ impl Grouping {
         step.queue().check("the grouping", self.memory.region.queue())?;
         top_k.check_tokens(step.num_tokens())?;
         top_k.check_step(step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep(top_k.kept().into_iter().chain([Some(self.memory.clone() as Kept)]));
         step.keep_groups(&self.memory);
         let raw = {

@@ -5,6 +5,7 @@ use std::{fmt, ops::Range, sync::Arc};
 use cudarc::driver::{CudaContext, result};
 
 use super::{LaunchError, Queue, capturing::Relaxed, raw::Stream};
+use crate::{error::OperandError, extent::MAX_BYTES};
 
 /// Page-locked host memory, whose parts different threads write and the device reads.
 pub(crate) struct HostArena {
@@ -27,6 +28,7 @@ impl fmt::Debug for HostArena {
 impl HostArena {
     /// Allocates zeroed memory.
     pub(super) fn new(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+        OperandError::within("the size of page-locked memory in bytes", len, MAX_BYTES)?;
         queue.bind()?;
         let _relaxed = Relaxed::new();
         // SAFETY: the context is current.
@@ -42,9 +44,7 @@ impl HostArena {
     /// Neither another thread nor a copy uses the part while the slice exists.
     #[expect(clippy::mut_from_ref, reason = "callers keep the parts apart")]
     pub(super) unsafe fn part(&self, range: Range<usize>) -> &mut [u8] {
-        assert!(range.start <= range.end && range.end <= self.len, "the part is in the arena");
-        // SAFETY: in the allocation.
-        let start = unsafe { self.ptr.add(range.start) };
+        let start = self.address(&range);
         // SAFETY: in the memory, which is initialized. The caller vouches that nothing else uses the part.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
     }
@@ -56,10 +56,17 @@ impl HostArena {
     /// device memory, which other work uses only if it is ordered against the stream. The stream belongs to the thread's current
     /// context.
     pub(super) unsafe fn copy_to(&self, range: Range<usize>, to: u64, stream: Stream) -> Result<(), LaunchError> {
-        // SAFETY: only read, and the caller vouches that nothing writes to it.
-        let bytes = unsafe { self.part(range) };
+        // SAFETY: in the memory, which is initialized. The caller vouches that nothing writes to the part.
+        let bytes = unsafe { std::slice::from_raw_parts(self.address(&range), range.len()) };
         // SAFETY: the caller's obligations.
-        Ok(unsafe { result::memcpy_htod_async(to, &*bytes, stream.as_raw().cast()) }?)
+        Ok(unsafe { result::memcpy_htod_async(to, bytes, stream.as_raw().cast()) }?)
+    }
+
+    /// The address of a part.
+    fn address(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.len, "the part is in the arena");
+        // SAFETY: in the allocation.
+        unsafe { self.ptr.add(range.start) }
     }
 }
 

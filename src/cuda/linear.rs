@@ -104,7 +104,7 @@ impl LoraLinear {
         let mut args = self.raw.args(&step.raw(), shapes.0, shapes.1)?;
         x.as_ref().map_or(Ok(()), |x| x.check(step))?;
         y.as_ref().map_or(Ok(()), |y| y.check(step))?;
-        step.enter()?;
+        let _entered = step.enter()?;
         if kind == Kind::Half && !step.has_adapters() {
             return Ok(());
         }
@@ -151,7 +151,7 @@ impl Shrunk<'_, '_> {
         let mut args = raw.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
         y.check_as("y", step)?;
         out.check_as("out", step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep([y.kept(), out.kept()]);
         let queue = step.queue();
         let ((y, _y_guard), (out, _out_guard)) = (y.on(queue), out.on(queue));
@@ -183,7 +183,7 @@ impl Shrunk<'_, '_> {
         residual.check_as("residual", step)?;
         weight.check("weight", step)?;
         out.check_as("out", step)?;
-        step.enter()?;
+        let _entered = step.enter()?;
         step.keep([y.kept(), residual.kept(), weight.kept(), out.kept()]);
         let queue = step.queue();
         let ((y, _y_guard), (weight, _weight_guard)) = (y.on(queue), weight.on(queue));

@@ -9,6 +9,7 @@ use cudarc::driver::{
 };
 
 use super::{LaunchError, Queue, capturing::Relaxed, raw::Stream};
+use crate::copies::CopyStream;
 
 /// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
 #[derive(Debug)]
@@ -39,24 +40,29 @@ impl OwnStream {
         Stream::from_raw(self.stream.cast())
     }
 
-    /// Makes later work wait for an event, on the device.
+    /// Makes later work wait for an event, on the device. The context is current.
     pub(super) fn wait_for(&self, event: &CudaEvent) -> Result<(), LaunchError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the stream and the event are alive.
         Ok(unsafe { result::stream::wait_event(self.stream, event.cu_event(), flags) }?)
     }
+}
 
-    /// Blocks this thread until the work so far has run.
-    pub(super) fn synchronize(&self) -> Result<(), LaunchError> {
+impl CopyStream for OwnStream {
+    type Event = CudaEvent;
+    type Error = LaunchError;
+
+    fn record(&self, event: &CudaEvent) -> Result<(), LaunchError> {
+        self.context.bind_to_thread()?;
+        // SAFETY: the stream and the event are alive.
+        Ok(unsafe { result::event::record(event.cu_event(), self.stream) }?)
+    }
+
+    fn synchronize(&self) -> Result<(), LaunchError> {
+        self.context.bind_to_thread()?;
         let _relaxed = Relaxed::new();
         // SAFETY: the stream is alive.
         Ok(unsafe { result::stream::synchronize(self.stream) }?)
-    }
-
-    /// Records an event after the work so far.
-    pub(super) fn record(&self, event: &CudaEvent) -> Result<(), LaunchError> {
-        // SAFETY: the stream and the event are alive.
-        Ok(unsafe { result::event::record(event.cu_event(), self.stream) }?)
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{LaunchError, Queue, capturing::Relaxed, own_stream::OwnStream};
+use crate::copies::Copies;
 
 /// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
 /// the copy at any time.
@@ -12,7 +13,6 @@ use super::{LaunchError, Queue, capturing::Relaxed, own_stream::OwnStream};
 pub(super) struct Parts {
     /// Of the context.
     queue: Queue,
-    stream: Arc<OwnStream>,
     /// Address of the block.
     block: u64,
     /// Recorded after the last part.
@@ -20,20 +20,19 @@ pub(super) struct Parts {
     state: Mutex<State>,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum State {
-    /// More parts may come.
-    Open,
+#[derive(Debug)]
+struct State {
+    /// The parts. More may come until they end.
+    copies: Copies<OwnStream>,
     /// No more parts may come, and the block may belong to another adapter.
-    Revoked,
-    /// All parts are enqueued.
-    Complete,
+    is_revoked: bool,
 }
 
 impl Parts {
     pub(super) fn new(queue: &Queue, stream: &Arc<OwnStream>, block: u64) -> Result<Self, LaunchError> {
-        let copied = Arc::new(queue.new_event()?);
-        Ok(Self { queue: queue.clone(), stream: Arc::clone(stream), block, copied, state: Mutex::new(State::Open) })
+        let copies = Copies::begin(stream, queue.new_event()?);
+        let copied = Arc::clone(copies.end_event());
+        Ok(Self { queue: queue.clone(), block, copied, state: Mutex::new(State { copies, is_revoked: false }) })
     }
 
     /// Address of the block.
@@ -53,10 +52,11 @@ impl Parts {
     /// stream waits for its earlier uses.
     pub(super) unsafe fn copy(&self, at: usize, bytes: &[u8]) -> Result<(), LaunchError> {
         let state = self.lock();
-        if *state == State::Open {
+        if !state.is_revoked && !state.copies.is_ended() {
             self.queue.bind()?;
+            let stream = state.copies.stream().raw().as_raw().cast();
             // SAFETY: the caller's obligations. No later use of the block is enqueued before the copy is revoked.
-            unsafe { result::memcpy_htod_async(self.block + at as u64, bytes, self.stream.raw().as_raw().cast()) }?;
+            unsafe { result::memcpy_htod_async(self.block + at as u64, bytes, stream) }?;
         }
         Ok(())
     }
@@ -64,41 +64,35 @@ impl Parts {
     /// Whether the copy was revoked. Does nothing and returns `false` if it is complete.
     pub(super) fn revoke(&self) -> bool {
         let mut state = self.lock();
-        if *state == State::Open {
-            *state = State::Revoked;
-        }
-        *state == State::Revoked
+        state.is_revoked |= !state.copies.is_ended();
+        state.is_revoked
     }
 
     /// Whether all parts are enqueued.
     pub(super) fn is_complete(&self) -> bool {
-        *self.lock() == State::Complete
+        let state = self.lock();
+        state.copies.is_ended() && !state.is_revoked
     }
 
     /// Takes note of the last part. If the copy was revoked, blocks this thread until its parts have run.
     fn complete(&self) -> Result<(), LaunchError> {
         let mut state = self.lock();
-        if *state == State::Open {
-            self.queue.bind()?;
-            self.stream.record(&self.copied)?;
-            *state = State::Complete;
-            return Ok(());
+        if !state.is_revoked {
+            let ended = state.copies.end();
+            state.is_revoked = ended.is_err();
+            return ended;
         }
         drop(state);
         self.wait();
         Ok(())
     }
 
-    /// Blocks this thread until the parts so far have run.
+    /// Blocks this thread until the parts, of which no more may come, have run.
     pub(super) fn wait(&self) {
         let _relaxed = Relaxed::new();
-        let state = self.lock();
-        // On an error the context is gone, and with it the copies.
-        let bound = self.queue.bind();
-        let recorded =
-            bound.and_then(|()| if *state == State::Complete { Ok(()) } else { self.stream.record(&self.copied) });
-        drop(state);
-        let _ = recorded.map(|()| self.copied.synchronize());
+        // On an error here, the parts have run, or the context is gone, and with it the parts.
+        let _ = self.lock().copies.end();
+        let _ = self.copied.synchronize();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

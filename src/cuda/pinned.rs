@@ -3,11 +3,14 @@
 use cudarc::driver::{result, sys};
 
 use super::{LaunchError, capturing::Relaxed, raw::Stream};
+use crate::copies::CopyStream;
 
 /// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
-/// unless the copy is on one of them.
+/// unless the copy is on one of them. Any thread may drop it.
 #[derive(Debug)]
 pub(super) struct Pinned {
+    /// Of the memory and the event.
+    context: sys::CUcontext,
     ptr: *mut u8,
     len: usize,
     event: sys::CUevent,
@@ -21,13 +24,14 @@ unsafe impl Sync for Pinned {}
 impl Pinned {
     /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
     pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+        let context = result::ctx::get_current()?.ok_or(LaunchError::WrongContext { operand: "the thread" })?;
         let _relaxed = Relaxed::new();
-        // SAFETY: the owners check that a context is current; without one the driver returns an error.
+        // SAFETY: a context is current.
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
         // SAFETY: just allocated with this length.
         unsafe { ptr.write_bytes(0, len) };
         match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
-            Ok(event) => Ok(Self { ptr, len, event }),
+            Ok(event) => Ok(Self { context, ptr, len, event }),
             Err(error) => {
                 // SAFETY: allocated above and unused.
                 unsafe { result::free_host(ptr.cast()) }?;
@@ -85,8 +89,7 @@ impl Pinned {
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        Ok(unsafe { result::event::record(self.event, stream) }?)
+        Copying(stream).end(&self.event)
     }
 
     /// Enqueues a copy to the first `len` bytes.
@@ -99,20 +102,44 @@ impl Pinned {
         let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        Ok(unsafe { result::event::record(self.event, stream) }?)
+        Copying(stream).end(&self.event)
+    }
+}
+
+/// The stream of a copy that has just been enqueued. It is alive, and belongs to the thread's current context.
+struct Copying(sys::CUstream);
+
+impl CopyStream for Copying {
+    type Event = sys::CUevent;
+    type Error = LaunchError;
+
+    fn record(&self, event: &sys::CUevent) -> Result<(), LaunchError> {
+        // SAFETY: the stream is alive, and so is the event of the memory.
+        Ok(unsafe { result::event::record(*event, self.0) }?)
+    }
+
+    fn synchronize(&self) -> Result<(), LaunchError> {
+        // SAFETY: the stream is alive.
+        Ok(unsafe { result::stream::synchronize(self.0) }?)
     }
 }
 
 impl Drop for Pinned {
     /// Waits for the last copy.
     fn drop(&mut self) {
-        // On an error the context is gone, and with it the copy.
+        // The thread may have no context, or another one. On an error the context is gone, and with it the copy and the memory.
+        // SAFETY: the context was current when the memory was allocated. One that is gone is an error.
+        if unsafe { sys::cuCtxPushCurrent_v2(self.context) }.result().is_err() {
+            return;
+        }
         let _ = self.wait();
         let _relaxed = Relaxed::new();
         // SAFETY: the last copy is done.
         let _ = unsafe { result::free_host(self.ptr.cast()) };
         // SAFETY: nothing else has the event.
         let _ = unsafe { result::event::destroy(self.event) };
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the pointer is valid for the call, which writes the context that was pushed above.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
     }
 }

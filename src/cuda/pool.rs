@@ -21,6 +21,8 @@ use super::{
 use crate::{
     DType,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
+    blocks,
+    copies::Copies,
     error::{LoadError, OperandError},
     model::Model,
     plan::Capacity,
@@ -170,7 +172,8 @@ impl Device {
             bounds,
             lanes: Vec::new(),
             arena,
-            host: Arc::new(HostArena::new(queue, config.host_bytes)?),
+            // As many bytes as the pool's state gives away, which are whole granules.
+            host: Arc::new(HostArena::new(queue, blocks::whole_granules(config.host_bytes))?),
             stream,
             is_poisoning: config.is_poisoning,
             contents: (0..num_slots).map(|_| None).collect(),
@@ -226,15 +229,14 @@ impl Device {
         self.contents[copy.slot] = Some(Content { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
     }
 
-    /// Enqueues the copy of a block.
-    fn enqueue(&self, copy: &Copy, to: u64, copied: &CudaEvent) -> Result<(), LaunchError> {
+    /// Enqueues the copy of a block, and returns its end.
+    fn enqueue(&self, copy: &Copy, to: u64) -> Result<Arc<CudaEvent>, LaunchError> {
+        let mut copies = Copies::begin(&self.stream, self.arena.queue().new_event()?);
         // SAFETY: the pool does not change the part before the copy has ended, and the memory lives until `drop` has waited for
-        // it. The block is as large, and the stream waits for its earlier uses; later ones wait for `copied`.
+        // it. The block is as large, and the stream waits for its earlier uses; later ones wait for the end of the copy.
         unsafe { self.host.copy_to(copy.from.clone(), to, self.stream.raw()) }?;
-        self.stream.record(copied).inspect_err(|_| {
-            // Nobody could wait for the copy. With the driver's error, so much as waiting may fail.
-            let _ = self.stream.synchronize();
-        })
+        copies.end()?;
+        Ok(Arc::clone(copies.end_event()))
     }
 }
 
@@ -297,8 +299,7 @@ impl Backend for Device {
         let block = self.take_block(copy)?;
         // SAFETY: the adapter is in host memory, and neither its read nor a copy of it is under way.
         unsafe { write_row(&self.host, &packed.row, copy.from.start + row_at(packed.bytes), block) };
-        let copied = Arc::new(self.arena.queue().new_event()?);
-        self.enqueue(copy, block, &copied)?;
+        let copied = self.enqueue(copy, block)?;
         self.has_enqueued(packed, copy, block, copied);
         Ok(())
     }

@@ -9,6 +9,7 @@ use super::{
     capturing::{self, Relaxed},
     raw::DeviceRegion,
 };
+use crate::{error::OperandError, extent::MAX_BYTES};
 
 /// Memory that a captured graph keeps alive.
 pub(super) type Kept = Arc<dyn Any + Send + Sync>;
@@ -28,9 +29,10 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
     /// Allocates zeroed memory on the queue's stream: `bytes`, or up to one element more.
     #[expect(clippy::disallowed_methods, reason = "allocates at creation only")]
     pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
-        queue.enter()?;
+        OperandError::within("the size of device memory in bytes", bytes, MAX_BYTES)?;
+        let _entered = queue.enter()?;
         capturing::free_postponed(queue.stream().context());
-        let len = bytes.div_ceil(size_of::<T>());
+        let len = bytes.div_ceil(size_of::<T>().max(1));
         let _relaxed = Relaxed::new();
         let bytes = queue.stream().alloc_zeros((len * size_of::<T>()).max(1))?;
         Ok(Self::of(queue, bytes, len))
@@ -86,6 +88,6 @@ impl<T: DeviceRepr> Region<T> {
 impl<T> Drop for Region<T> {
     fn drop(&mut self) {
         // SAFETY: nothing uses it afterwards.
-        capturing::free(unsafe { ManuallyDrop::take(&mut self.bytes) });
+        capturing::free(unsafe { ManuallyDrop::take(&mut self.bytes) }, &self.queue);
     }
 }

@@ -47,10 +47,10 @@ impl Routing {
     /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`OperandError::Capacity`] if the
     /// batch is too large. [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
-        self.queue().enter()?;
-        let stream = self.queue().raw();
+        let queue = self.memory.queue();
+        let _entered = queue.enter()?;
         // SAFETY: the memory belongs to this stream.
-        unsafe { self.raw.update(batch, stream) }?;
+        unsafe { self.raw.update(batch, queue.raw()) }?;
         self.slots.clear();
         self.slots.extend_from_slice(batch.slots());
         self.has_adapters = batch.has_adapters();
@@ -102,7 +102,7 @@ impl Routing {
                 return Err(OperandError::Length { operand, got, want: num_tokens }.into());
             }
         }
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let (slots, _slots_guard) = token_slots.on(&queue);
         let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
         // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.

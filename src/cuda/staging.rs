@@ -1,12 +1,16 @@
 #![expect(unsafe_code, reason = "copies on a stream that it owns")]
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::{Deref, DerefMut, Range},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use cudarc::driver::{CudaContext, CudaEvent};
 
 use super::{LaunchError, Queue, host_arena::HostArena, own_stream::OwnStream, pinned::Pinned};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
+    copies::{Copies, CopyStream as _},
     error::LoadError,
 };
 
@@ -21,7 +25,7 @@ pub struct Staging {
     // Declared before the stream: dropping them waits for their copies.
     buffers: [Pinned; 2],
     next: usize,
-    stream: OwnStream,
+    stream: Arc<OwnStream>,
 }
 
 impl Staging {
@@ -32,7 +36,7 @@ impl Staging {
     pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
         let buffer = || Pinned::new(BUFFER_BYTES, 0);
-        let stream = OwnStream::new(queue)?;
+        let stream = Arc::new(OwnStream::new(queue)?);
         Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })
     }
 
@@ -45,9 +49,14 @@ impl Staging {
         self.stream.wait_for(event)
     }
 
-    /// Records an event after the copies so far.
-    pub(super) fn record(&mut self, event: &CudaEvent) -> Result<(), LaunchError> {
-        self.stream.record(event)
+    /// Copies that are about to be enqueued. The event is recorded behind the last one.
+    pub(super) fn begin(&mut self, end: CudaEvent) -> Copies<OwnStream> {
+        Copies::begin(&self.stream, end)
+    }
+
+    /// Blocks the thread that drops it until the copies so far have run.
+    pub(super) fn run_on_drop(&self) -> RunOnDrop {
+        RunOnDrop(Arc::clone(&self.stream))
     }
 
     /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
@@ -116,5 +125,77 @@ impl Staging {
         unsafe { buffer.copy_to(to, len, stream) }?;
         self.next = 1 - self.next;
         Ok(())
+    }
+}
+
+/// Blocks the thread that drops it until the copies of a stream have run, so that what they read can be freed.
+pub(super) struct RunOnDrop(Arc<OwnStream>);
+
+impl Drop for RunOnDrop {
+    fn drop(&mut self) {
+        // On an error the context is gone, and with it the copies.
+        let _ = self.0.synchronize();
+    }
+}
+
+/// Stagings for the loads of a table. Each load has one to itself, and no lock while it packs: packing threads may take up another load,
+/// and `progress` may load, too.
+#[derive(Debug, Default)]
+pub(super) struct Stagings {
+    idle: Mutex<Vec<Staging>>,
+}
+
+/// The most idle stagings: while the copies of one load run, another one packs. With more loads at a time, the copies share one link, and
+/// a staging has 16 MiB of page-locked memory.
+const MAX_IDLE: usize = 2;
+
+impl Stagings {
+    /// With a staging for the first load, because to allocate one beside a step delays the step.
+    pub(super) fn with_one(queue: &Queue) -> Result<Self, LaunchError> {
+        Ok(Self { idle: Mutex::new(vec![Staging::new(queue)?]) })
+    }
+
+    /// An idle staging or, if there is none, a new one.
+    pub(super) fn lend(&self, queue: &Queue) -> Result<Lent<'_>, LaunchError> {
+        let idle = self.lock().pop();
+        let staging = idle.map_or_else(|| Staging::new(queue), Ok)?;
+        Ok(Lent { stagings: self, staging: Some(staging) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Staging>> {
+        // A panic cannot leave the list half-changed.
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A staging that is returned when this is dropped.
+#[derive(Debug)]
+pub(super) struct Lent<'a> {
+    stagings: &'a Stagings,
+    staging: Option<Staging>,
+}
+
+impl Deref for Lent<'_> {
+    type Target = Staging;
+
+    fn deref(&self) -> &Staging {
+        self.staging.as_ref().expect("it is lent until it is dropped")
+    }
+}
+
+impl DerefMut for Lent<'_> {
+    fn deref_mut(&mut self) -> &mut Staging {
+        self.staging.as_mut().expect("it is lent until it is dropped")
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        let mut idle = self.stagings.lock();
+        if idle.len() < MAX_IDLE {
+            idle.extend(self.staging.take());
+        }
+        // One that is not kept waits for its copies, without the lock.
+        drop(idle);
     }
 }

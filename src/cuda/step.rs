@@ -4,6 +4,7 @@ use std::{
 };
 
 use super::{LaunchError, Queue, grouping::Groups, raw, region::Kept};
+use crate::gate::Entered;
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
 ///
@@ -78,8 +79,10 @@ impl<'a> Step<'a> {
     }
 
     /// Makes the context current on this thread. Rejects a stream that is captured by anything but this step.
-    pub(super) fn enter(&self) -> Result<(), LaunchError> {
-        if self.is_captured() { self.queue.bind() } else { self.queue.enter() }
+    ///
+    /// Keep what it returns until the operation is enqueued, as for a [`Queue`].
+    pub(super) fn enter(&self) -> Result<Option<Entered<'_>>, LaunchError> {
+        if self.is_captured() { self.queue.bind().map(|()| None) } else { self.queue.enter().map(Some) }
     }
 
     /// Keeps the memory of operands alive for the graph.

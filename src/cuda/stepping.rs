@@ -18,7 +18,7 @@ impl WeightTable {
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
-        queue.enter()?;
+        drop(queue.enter()?);
         Ok(Step::new(
             queue,
             raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()),

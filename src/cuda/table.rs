@@ -1,9 +1,6 @@
 #![expect(unsafe_code, reason = "calls the driver on memory that it owns")]
 
-use std::{
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt, sync::Arc};
 
 use cudarc::driver::result;
 
@@ -12,12 +9,16 @@ use super::{
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
     region::Region,
+    staging::Stagings,
+    upload::Room,
 };
 use crate::{
     DType, Slot,
     adapter::SlotImage,
     blocks::{self, Block},
+    copies::Arena as _,
     error::{LoadError, SlotError},
+    extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     pool::PoolError,
@@ -48,7 +49,7 @@ pub(super) struct Shared {
     /// `None` for blocks that belong to a pool.
     pub(super) slots: Slots<Option<Block>>,
     /// For [`WeightTable::load`].
-    staging: Mutex<Option<Staging>>,
+    stagings: Stagings,
 }
 
 impl fmt::Debug for WeightTable {
@@ -67,7 +68,8 @@ impl WeightTable {
     /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size.
     ///
     /// # Errors
-    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory or page-locked memory, of which [`load`](Self::load)
+    /// needs 16 MiB, is exhausted.
     pub fn new(
         queue: &Queue,
         model: &Model,
@@ -86,10 +88,11 @@ impl WeightTable {
 
     fn with(queue: &Queue, bounds: Bounds, arena: Arc<Arena>, shares_arena: bool) -> Result<Self, LaunchError> {
         let num_slots = bounds.capacity.num_slots;
-        let table = Region::new(queue, num_slots * row_bytes(bounds.model.num_entries()))?;
+        let table = Region::new(queue, product(&[num_slots, row_bytes(bounds.model.num_entries())]))?;
         let slots = Slots::new(num_slots);
-        let shared =
-            Shared { queue: queue.clone(), bounds, arena, shares_arena, table, slots, staging: Mutex::new(None) };
+        // A pool has page-locked memory of its own.
+        let stagings = if shares_arena { Stagings::default() } else { Stagings::with_one(queue)? };
+        let shared = Shared { queue: queue.clone(), bounds, arena, shares_arena, table, slots, stagings };
         Ok(Self { shared: Arc::new(shared), is_owner: false })
     }
 
@@ -114,7 +117,9 @@ impl WeightTable {
     /// It is more than the sum of [`SlotImage::bytes`]: a load also needs [`num_entries`](Model::num_entries) [`Descriptor`]s, and the
     /// allocator a free block that is up to an eighth larger than the adapter.
     ///
-    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once. The allocator may not
+    /// find a free block of just an adapter's size, such as a replaced adapter leaves; count the largest one three times for one slot that is
+    /// replaced again and again.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
@@ -146,12 +151,12 @@ impl WeightTable {
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
         self.check_slot(slot)?;
-        self.shared.queue.enter()?;
+        drop(self.shared.queue.enter()?);
         let filled = self.fill_with_progress(self.reserve(image)?, image, progress)?;
         self.commit(slot, filled)
     }
 
-    /// Fills a reservation with the table's own staging, and waits for the copies.
+    /// Fills a reservation with a staging of the table, and waits for the copies.
     pub(crate) fn fill_with_progress(
         &self,
         reservation: Reservation,
@@ -167,14 +172,8 @@ impl WeightTable {
     }
 
     fn fill_by(&self, fill: impl FnOnce(&mut Staging) -> Result<Filled, LoadError>) -> Result<Filled, LoadError> {
-        let filled = {
-            let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
-            let staging = match &mut *staging {
-                Some(staging) => staging,
-                none => none.insert(Staging::new(&self.shared.queue)?),
-            };
-            fill(staging)?
-        };
+        // The staging is free for another load while this one waits.
+        let filled = fill(&mut *self.shared.stagings.lend(&self.shared.queue)?)?;
         filled.wait()?;
         Ok(filled)
     }
@@ -214,15 +213,8 @@ impl WeightTable {
     fn reserve_bytes(&self, image_bytes: usize) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         queue.bind()?;
-        let (rooms, waits) = arena.take(self.shared.rooms_of(image_bytes))?;
-        Ok(Reservation {
-            arena: Arc::clone(arena),
-            bounds: bounds.clone(),
-            rooms: Some(rooms),
-            image_bytes,
-            waits,
-            written: None,
-        })
+        let (blocks, waits) = arena.take(self.shared.rooms_of(image_bytes))?;
+        Ok(Reservation { room: Room::new(arena, blocks), bounds: bounds.clone(), image_bytes, waits })
     }
 
     /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the device for
@@ -232,21 +224,21 @@ impl WeightTable {
     /// [`LoadError`] if the slot does not exist, the room was reserved in another table, the table belongs to a pool, or the stream is
     /// being captured. The slot is then unchanged.
     pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
-        let Filled { mut reservation, max_rank } = filled;
-        if !Arc::ptr_eq(&self.shared.arena, &reservation.arena) {
+        let Filled { reservation: Reservation { room, .. }, max_rank } = filled;
+        if !Arc::ptr_eq(&self.shared.arena, room.arena()) {
             return Err(SlotError::OtherTable.into());
         }
         let Shared { queue, slots, arena, .. } = &*self.shared;
         let index = slots.index(slot)?;
-        queue.enter()?;
+        let _entered = queue.enter()?;
         // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
         self.check_owner()?;
-        let [block, staged] = reservation.rooms();
+        let [block, staged] = room.blocks();
         let (staged, bytes) = (arena.address(staged), block.bytes());
         let done = Arc::new(queue.new_event()?);
         slots.changing(&mut blocks, index, || {
-            if let Some(written) = &reservation.written {
+            if let Some(written) = room.written() {
                 queue.stream().wait(written)?;
             }
             let row = self.shared.row(index);
@@ -254,7 +246,7 @@ impl WeightTable {
             unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(done.record(queue.stream())?)
         })?;
-        let [block, staged] = reservation.take_rooms();
+        let [block, staged] = room.into_blocks();
         let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, Some(block))?;
         arena.give_back([Some(staged), old.flatten()].into_iter().flatten(), Some(done));
         Ok(resident)
@@ -268,7 +260,7 @@ impl WeightTable {
         let Shared { queue, slots, arena, .. } = &*self.shared;
         self.check_owner()?;
         let index = slots.index(slot)?;
-        queue.enter()?;
+        let _entered = queue.enter()?;
         let mut blocks = slots.lock();
         self.check_owner()?;
         let done = Arc::new(queue.new_event()?);
@@ -388,5 +380,5 @@ impl Shared {
 
 /// The bytes of a slot's descriptors.
 pub(super) fn row_bytes(num_entries: usize) -> usize {
-    num_entries * size_of::<Descriptor>()
+    product(&[num_entries, size_of::<Descriptor>()])
 }

@@ -6,27 +6,28 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{HostAdapter, LaunchError, Staging, arena::Arena, capturing::Relaxed, raw::Descriptor};
+use super::{
+    HostAdapter, LaunchError, Staging, arena::Arena, capturing::Relaxed, own_stream::OwnStream, raw::Descriptor,
+};
 use crate::{
     adapter::SlotImage,
-    blocks::Block,
+    copies,
     error::{LoadError, SlotError},
     residency::Bounds,
 };
+
+/// Room for the factors of an adapter, and for its descriptors on their way to the table.
+pub(super) type Room = copies::Room<OwnStream, Arena>;
 
 /// Room for an adapter in a table. Any thread may fill it. Dropping it frees the room.
 #[derive(Debug)]
 #[must_use]
 pub struct Reservation {
-    pub(super) arena: Arc<Arena>,
+    pub(super) room: Room,
     pub(super) bounds: Bounds,
-    /// For the factors, and for the descriptors on their way to the table. `None` once they belong to a slot.
-    pub(super) rooms: Option<[Block; 2]>,
     pub(super) image_bytes: usize,
     /// Work that may still use the room.
     pub(super) waits: Vec<Arc<CudaEvent>>,
-    /// The last work that writes to the room.
-    pub(super) written: Option<Arc<CudaEvent>>,
 }
 
 /// An adapter whose copies to the device are enqueued, and which is not in a slot yet. Dropping it frees its room.
@@ -74,14 +75,16 @@ impl Reservation {
         )
     }
 
-    /// Enqueues the copy of an adapter in page-locked memory, which the caller keeps until it has [waited](Filled::wait) for it.
+    /// Copies an adapter in page-locked memory, and waits for the copy.
     pub(super) fn fill_packed(self, packed: &HostAdapter, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.expect_size(packed.bytes)?;
         let (memory, range) = packed.place();
+        // Whatever ends this call, the copy no longer reads the adapter, which may then be freed.
+        let _run = staging.run_on_drop();
         self.fill_by(
             packed.max_rank,
             staging,
-            // SAFETY: the obligations of `fill_by`. The caller keeps the adapter, which nothing writes to.
+            // SAFETY: the obligations of `fill_by`. The adapter is borrowed until the copy has run, and nothing writes to it.
             |staging, block| unsafe { staging.copy_part(block, memory, range) },
             |block| packed.row(block),
         )
@@ -102,42 +105,23 @@ impl Reservation {
         copy: impl FnOnce(&mut Staging, u64) -> Result<(), LoadError>,
         row: impl FnOnce(u64) -> Vec<Descriptor>,
     ) -> Result<Filled, LoadError> {
-        let queue = self.arena.queue();
+        let arena = Arc::clone(self.room.arena());
+        let queue = arena.queue();
         queue.kernels().check_context("the staging", staging.context())?;
         queue.bind()?;
         for event in self.waits.drain(..) {
             staging.wait_for(&event)?;
         }
-        let written = queue.new_event()?;
-        let [block, row_at] = self.rooms().each_ref().map(|room| self.arena.address(room));
+        let [block, row_at] = self.room.blocks().each_ref().map(|block| arena.address(block));
         let descriptors = row(block);
-        let copied = copy(staging, block)
-            // SAFETY: the allocation belongs to this reservation and has the copy's size. The staging stream waits for its earlier uses,
-            // and later uses wait for `written`.
-            .and_then(|()| unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) });
-        let recorded = staging.record(&written);
-        self.written = Some(Arc::new(written));
-        copied?;
-        recorded?;
+        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the user's code.
+        self.room.write(staging.begin(queue.new_event()?));
+        copy(staging, block)?;
+        // SAFETY: the block belongs to this reservation and has the copy's size. The staging's stream waits for its earlier uses, and
+        // later uses wait for the end of the copies.
+        unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) }?;
+        self.room.end()?;
         Ok(Filled { reservation: self, max_rank })
-    }
-}
-
-impl Reservation {
-    pub(super) fn rooms(&self) -> &[Block; 2] {
-        self.rooms.as_ref().expect("a reservation has its rooms until it is committed")
-    }
-
-    pub(super) fn take_rooms(&mut self) -> [Block; 2] {
-        self.rooms.take().expect("a reservation has its rooms until it is committed")
-    }
-}
-
-impl Drop for Reservation {
-    fn drop(&mut self) {
-        if let Some(rooms) = self.rooms.take() {
-            self.arena.give_back(rooms, self.written.take());
-        }
     }
 }
 
@@ -145,7 +129,7 @@ impl Filled {
     /// Whether the copies have finished.
     pub fn is_ready(&self) -> bool {
         let _relaxed = Relaxed::new();
-        self.reservation.written.as_ref().is_none_or(|written| written.is_complete())
+        self.reservation.room.written().is_none_or(|written| written.is_complete())
     }
 
     /// Blocks this thread until the copies have finished. A commit after that does not delay any step.
@@ -154,6 +138,6 @@ impl Filled {
     /// [`LaunchError::Driver`] if the driver returns an error.
     pub fn wait(&self) -> Result<(), LaunchError> {
         let _relaxed = Relaxed::new();
-        Ok(self.reservation.written.as_ref().map_or(Ok(()), |written| written.synchronize())?)
+        Ok(self.reservation.room.written().map_or(Ok(()), |written| written.synchronize())?)
     }
 }

@@ -3,7 +3,7 @@ use std::fmt;
 use cudarc::driver::{DriverError, sys};
 
 use super::OperandError;
-use crate::plan::PlanError;
+use crate::{extent::max_elements, plan::PlanError};
 
 /// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) says.
 #[derive(Debug, thiserror::Error)]
@@ -132,6 +132,12 @@ impl LaunchError {
     /// Rejects memory of fewer bytes than `user` needs.
     pub(crate) fn room(memory: &'static str, got: usize, user: &'static str, want: usize) -> Result<(), Self> {
         if want > got { Err(Self::TooSmall { memory, got, user, want }) } else { Ok(()) }
+    }
+
+    /// The bytes of `len` elements. Rejects more than memory can hold.
+    pub(crate) fn bytes_of<T>(what: &'static str, len: usize) -> Result<usize, Self> {
+        OperandError::within(what, len, max_elements::<T>())?;
+        Ok(len * size_of::<T>())
     }
 
     /// Whether the cause is exhausted device memory.

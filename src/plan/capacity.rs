@@ -4,9 +4,9 @@ use super::{
     error::PlanError,
     thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
-use crate::model::MAX_RANK;
 #[cfg(any(feature = "cuda", test))]
 use crate::slot::Slot;
+use crate::{extent::product, model::MAX_RANK};
 
 /// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
 ///
@@ -99,7 +99,8 @@ impl Capacity {
     }
 
     fn tiles_of(&self, size: usize, num_tokens: usize) -> usize {
-        (num_tokens + (size - 1) * (self.num_slots + 1).min(num_tokens)) / size
+        let padding = product(&[size - 1, self.num_slots.saturating_add(1).min(num_tokens)]);
+        num_tokens.saturating_add(padding) / size
     }
 }
 
@@ -149,7 +150,7 @@ impl RouteCapacity {
 
     /// Routes in a full batch, which is also the number of rows of `[routes, ..]` matrices.
     pub(crate) fn max_routes(&self) -> usize {
-        self.max_tokens * self.top_k
+        product(&[self.max_tokens, self.top_k])
     }
 }
 
@@ -188,7 +189,7 @@ impl AlignCapacity {
     pub fn max_blocks(&self) -> usize {
         let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
         let routes = self.routes.max_routes();
-        match (self.num_slots.min(max_tokens) * num_experts).min(routes) {
+        match product(&[self.num_slots.min(max_tokens), num_experts]).min(routes) {
             0 => 0,
             groups => groups + (routes - groups) / self.block_size.max(1),
         }
@@ -197,7 +198,7 @@ impl AlignCapacity {
     /// The largest number of routes in all blocks, including padding.
     #[doc(alias = "max_num_tokens_padded")]
     pub fn max_padded(&self) -> usize {
-        self.max_blocks() * self.block_size
+        product(&[self.max_blocks(), self.block_size])
     }
 }
 
@@ -212,6 +213,19 @@ mod tests {
 
     use super::*;
     use crate::routing::Segments;
+
+    /// Bounds that nothing has checked give the largest sizes, not small ones.
+    #[test]
+    fn sizes_of_any_bounds_do_not_wrap() {
+        const HALF: usize = 1 << (usize::BITS / 2);
+        let routes = RouteCapacity::tokens(HALF).top_k(HALF).experts(HALF);
+        assert_eq!(routes.max_routes(), usize::MAX);
+        assert!(AlignCapacity::new(routes, HALF, 2).max_blocks() > usize::MAX / 4);
+        assert_eq!(AlignCapacity::new(routes, HALF, HALF).max_padded(), usize::MAX);
+        let tokens = Capacity::tokens(usize::MAX).slots(usize::MAX).rank(8);
+        assert!(tokens.max_tiles(usize::MAX) > usize::MAX / 256);
+        assert!(routes.checked().is_err() && tokens.checked().is_err());
+    }
 
     proptest! {
         /// A batch has as many slots as segments, and its tiles are within the bounds: with base tokens, slots outside the table, and

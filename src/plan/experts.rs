@@ -6,8 +6,7 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
     thresholds::{
-        GroupedBy, K_TILE, K_TILES_PER_SLAB, MAILBOX_HEADER, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
-        TOKENS_PER_TILE, WIDE_TILE, WORD_BYTES,
+        GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
         experts::{
             EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
@@ -19,6 +18,7 @@ use super::{
 };
 use crate::{
     DType,
+    extent::product,
     model::{ExpertsSite, ProjectionSite},
 };
 
@@ -143,9 +143,10 @@ impl ProjectionPlan {
         // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags each sum. The
         // partials of operations with wide tiles do not.
         let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
-        let sums = self.num_slabs() * rows * self.num_slices * self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        let partials = if self.is_wide(num_tokens * top_k) { sums * size_of::<f32>() } else { 0 };
-        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials }
+        let ranks = self.capacity.max_rank.next_multiple_of(RANK_TILE);
+        let sums = product(&[self.num_slabs(), rows, self.num_slices, ranks]);
+        let partials = if self.is_wide(num_tokens * top_k) { product(&[sums, size_of::<f32>()]) } else { 0 };
+        WorkspaceBytes { mailbox: WorkspaceBytes::mailbox_of(sums), partials }
     }
 
     /// Whether the operations that add or write deltas may use wide tiles, with separate launches for shrink and expand.

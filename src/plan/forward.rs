@@ -8,7 +8,7 @@ use super::{
     error::PlanError,
     ring::{Grid, Ring},
     thresholds::{
-        MAILBOX_HEADER, MAX_FORWARD_TOKENS, WORD_BYTES,
+        MAX_FORWARD_TOKENS,
         forward::{
             ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, UNIT_ROWS, UNITS,
         },
@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     DType,
+    extent::product,
     model::{LinearSite, SliceSite},
 };
 
@@ -121,8 +122,8 @@ impl ForwardPlan {
     /// The workspace that a batch of `num_tokens` needs.
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
         let ranks = self.capacity.max_rank.next_multiple_of(RANK_TILE);
-        let sums = PARTS * num_tokens * self.out_features.len() * ranks;
-        WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials: 0 }
+        let sums = product(&[PARTS, num_tokens, self.out_features.len(), ranks]);
+        WorkspaceBytes { mailbox: WorkspaceBytes::mailbox_of(sums), partials: 0 }
     }
 
     /// A workspace for any batch of up to [`max_tokens`](Self::max_tokens).

@@ -11,8 +11,8 @@ use super::{
     capacity::Capacity,
     error::PlanError,
     thresholds::{
-        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAILBOX_HEADER, MAX_GRID_X, MAX_GRID_Y, MULTIPROCESSORS, RANK_TILE,
-        SMALL_M, WIDE_TILE, WORD_BYTES, is_staged,
+        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAX_GRID_X, MAX_GRID_Y, MULTIPROCESSORS, RANK_TILE, SMALL_M,
+        WIDE_TILE, is_staged,
         linear::{
             LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
             MAX_LARGE_M_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_chunk,
@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     DType,
+    extent::product,
     model::{LinearSite, SliceSite},
 };
 
@@ -135,27 +136,28 @@ impl LinearPlan {
 
     /// Workspace for a batch of `num_tokens` tokens.
     pub fn workspace_bytes_for(&self, num_tokens: usize) -> WorkspaceBytes {
-        let sums = self.num_splits(num_tokens) * num_tokens * self.sums_per_token();
+        let sums = product(&[self.num_splits(num_tokens), num_tokens, self.sums_per_token()]);
         if self.is_one_launch(num_tokens) {
-            WorkspaceBytes { mailbox: MAILBOX_HEADER + sums * WORD_BYTES, partials: 0 }
+            WorkspaceBytes { mailbox: WorkspaceBytes::mailbox_of(sums), partials: 0 }
         } else {
-            WorkspaceBytes { mailbox: 0, partials: sums * size_of::<f32>() }
+            WorkspaceBytes { mailbox: 0, partials: product(&[sums, size_of::<f32>()]) }
         }
     }
 
     /// Workspace for any batch within the capacity.
     pub fn workspace_bytes(&self) -> WorkspaceBytes {
         let max_tokens = self.capacity.max_tokens;
-        let sums = self.num_slabs() * max_tokens.min(SMALL_M) * self.sums_per_token();
-        let mailbox = if self.dtype == DType::F32 { 0 } else { MAILBOX_HEADER + sums * WORD_BYTES };
+        let sums = product(&[self.num_slabs(), max_tokens.min(SMALL_M), self.sums_per_token()]);
+        let mailbox = if self.dtype == DType::F32 { 0 } else { WorkspaceBytes::mailbox_of(sums) };
         if self.dtype != DType::F32 && max_tokens < LARGE_M_TOKENS {
             return WorkspaceBytes { mailbox, partials: 0 };
         }
         // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, and may have wide tiles from
         // fewer tokens on, which these bounds ignore, so that a larger capacity never needs less.
         let last_in_slabs = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
-        let sums = (self.num_slabs() * max_tokens.min(last_in_slabs)).max(self.num_spans() * max_tokens);
-        WorkspaceBytes { mailbox, partials: sums * self.sums_per_token() * size_of::<f32>() }
+        let in_slabs = product(&[self.num_slabs(), max_tokens.min(last_in_slabs)]);
+        let sums = in_slabs.max(product(&[self.num_spans(), max_tokens]));
+        WorkspaceBytes { mailbox, partials: product(&[sums, self.sums_per_token(), size_of::<f32>()]) }
     }
 
     fn sums_per_token(&self) -> usize {

@@ -1,3 +1,6 @@
+use super::thresholds::{MAILBOX_HEADER, WORD_BYTES};
+use crate::extent::product;
+
 /// Sizes of a workspace, in bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -10,6 +13,11 @@ pub struct WorkspaceBytes {
 }
 
 impl WorkspaceBytes {
+    /// Size of a mailbox for this many sums.
+    pub(super) const fn mailbox_of(sums: usize) -> usize {
+        product(&[sums, WORD_BYTES]).saturating_add(MAILBOX_HEADER)
+    }
+
     /// The larger of both, for each of the two sizes.
     #[must_use]
     pub fn max(self, other: Self) -> Self {

@@ -213,7 +213,7 @@ mod tests {
     fn every_way_gives_the_same_bytes() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path());
-        let adapter = Adapter::read(dir.path()).unwrap();
+        let adapter = Adapter::open(dir.path()).unwrap();
         // Other tests keep directories, too, in place of this one.
         let keeps = |_| is_kept(&Source::directory(dir.path(), &model(0, 1), DType::F32).unwrap());
         assert!((0..100).any(keeps));
@@ -288,7 +288,7 @@ mod tests {
             Ok(block)
         };
         let [forward, reversed] = [Orientation::Forward, Orientation::Reversed].map(|orientation| {
-            let adapter = Adapter::read(dir.path()).unwrap().oriented(orientation);
+            let adapter = Adapter::open(dir.path()).unwrap().oriented(orientation);
             let whole = pack(&adapter.plan(&model, DType::F32).unwrap()).unwrap();
             let source = Source::oriented_directory(dir.path(), orientation, &model, DType::F32).unwrap();
             assert!(!is_kept(&source), "each load reads all of it again");

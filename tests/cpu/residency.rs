@@ -18,6 +18,7 @@ use aril::{
     residency::Resident,
     routing::Batch,
 };
+use rayon::prelude::*;
 
 const LAYERS: usize = 4;
 const FEATURES: usize = 8;
@@ -334,6 +335,39 @@ fn a_step_works_on_what_was_loaded_when_it_began() {
     drop(step);
     assert_eq!(weights.usage().used, 2 * bytes);
     assert_eq!(values(&weights, &ids, &slots), [0.0, 3.0, 3.0, 0.0]);
+}
+
+/// Loads on rayon's threads, whose packing takes up other loads, and loads within the `progress` of another one. None waits for another, and
+/// each slot has one of its adapters.
+#[test]
+fn loads_do_not_wait_for_each_other() {
+    const SLOTS: u16 = 4;
+    const LOADS: u16 = 64;
+    let (model, ids) = model();
+    let adapters: Vec<_> = (0..LOADS).map(|load| adapter(1, load.into())).collect();
+    let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&model, DType::F32).unwrap()).collect();
+    let weights = table(&model, SLOTS.into(), 2 * usize::from(LOADS) * images[0].bytes());
+    let all: Vec<_> = (0..SLOTS).map(slot).collect();
+    for threads in [2, 16] {
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        threads.install(|| {
+            (0..LOADS).into_par_iter().with_max_len(1).for_each(|load| {
+                weights.load(slot(load % SLOTS), &images[usize::from(load)]).unwrap();
+            });
+        });
+        for (slot, value) in values(&weights, &ids, &all).into_iter().enumerate() {
+            assert_eq!(value as usize % usize::from(SLOTS), slot, "{value}");
+        }
+    }
+    let mut pieces = 0;
+    weights
+        .load_with_progress(slot(0), &images[7], |_| {
+            weights.load(slot(1), &images[9]).unwrap();
+            pieces += 1;
+        })
+        .unwrap();
+    assert!(pieces > 0);
+    assert_eq!(values(&weights, &ids, &all)[..2], [7.0, 9.0]);
 }
 
 /// One thread steps while another loads, replaces and unloads. Every token gets one whole adapter in all layers of its step. A resident

@@ -33,6 +33,7 @@ mod hot_path;
 mod limit;
 mod loading;
 mod mailbox;
+mod memory;
 mod operations;
 mod pool;
 #[path = "../qwen3/mod.rs"]

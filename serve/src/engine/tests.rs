@@ -119,7 +119,7 @@ impl Files {
     }
 
     fn source(&self, adapter: &Path, dtype: DType) -> Source {
-        let mut read = aril::adapter::Adapter::read(adapter).expect("the fixture is whole");
+        let mut read = aril::adapter::Adapter::open(adapter).expect("the fixture is whole");
         let tied = self.config.tied;
         read.compare_base_weights(|weight| match dtype {
             DType::BF16 => self.checkpoint.has::<bf16>(weight, tied),

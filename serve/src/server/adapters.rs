@@ -174,7 +174,7 @@ impl Server {
             Err(AdapterError::BaseWeight { .. }) => {}
             source => return Ok(source?),
         }
-        let mut adapter = Adapter::read(dir)?;
+        let mut adapter = Adapter::open(dir)?;
         adapter.compare_base_weights(|weight| -> Result<bool> {
             match dtype {
                 DType::BF16 => self.checkpoint.has::<bf16>(weight, self.tied),

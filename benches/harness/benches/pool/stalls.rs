@@ -47,6 +47,8 @@ const AHEAD: usize = 4;
 /// The work beside replays begins this long after the first one.
 const ALONE_FIRST: Duration = Duration::from_millis(50);
 const STAGING_BYTES: usize = 16 << 20;
+/// The replays beside one work end after this time.
+const MOST: Duration = Duration::from_secs(10);
 const POLL: Duration = Duration::from_micros(200);
 
 type Sent<T> = result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -66,26 +68,12 @@ struct Setup<'a> {
 /// Each work, made before its replays begin.
 type Make = for<'a> fn(&Setup<'a>) -> Result<Option<Work<'a>>>;
 
-const WORKS: [(&str, Make); 15] = [
+const WORKS: [(&str, Make); 16] = [
     ("alone", |_| Ok(None)),
     ("first and later WeightTable::load", |setup| load(setup, None)),
     ("WeightTable::load with 4 packers", |setup| load(setup, Some(4))),
     ("pool, from disk", |setup| pooled(setup, false)),
     ("pool, from host memory", |setup| pooled(setup, true)),
-    ("Staging: new and drop", |setup| {
-        let queue = setup.queue.clone();
-        work(move || Ok(Staging::new(&queue).map(drop)?))
-    }),
-    ("16 MiB page-locked and freed", |setup| {
-        let context = Arc::clone(setup.queue.stream().context());
-        work(move || {
-            context.bind_to_thread()?;
-            // SAFETY: the context is current, and nothing uses the memory.
-            let memory = unsafe { driver::malloc_host(STAGING_BYTES, 0) }?;
-            // SAFETY: as above.
-            Ok(unsafe { driver::free_host(memory) }?)
-        })
-    }),
     ("16 MiB page-locked memory zeroed", |setup| {
         let mut memory = PinnedBuffer::<u8>::zeros(&setup.queue, STAGING_BYTES)?;
         work(move || Ok(memory.elements().map(|bytes| bytes.fill(0))?))
@@ -105,7 +93,22 @@ const WORKS: [(&str, Make); 15] = [
     ("packing on 4 threads", |setup| pack(setup, Some(4))),
     ("copies of 8 MiB", |setup| copy(setup, 8 << 20)),
     ("copies of 1 MiB", |setup| copy(setup, 1 << 20)),
+    ("copies of the whole adapter", |setup| copy(setup, setup.image.bytes())),
     ("alone again", |_| Ok(None)),
+    ("Staging: new and drop", |setup| {
+        let queue = setup.queue.clone();
+        work(move || Ok(Staging::new(&queue).map(drop)?))
+    }),
+    ("16 MiB page-locked and freed", |setup| {
+        let context = Arc::clone(setup.queue.stream().context());
+        work(move || {
+            context.bind_to_thread()?;
+            // SAFETY: the context is current, and nothing uses the memory.
+            let memory = unsafe { driver::malloc_host(STAGING_BYTES, 0) }?;
+            // SAFETY: as above.
+            Ok(unsafe { driver::free_host(memory) }?)
+        })
+    }),
 ];
 
 pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
@@ -119,7 +122,8 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
     let image = adapter.plan(&model, DType::BF16)?;
 
     let capacity = Capacity::tokens(TOKENS).slots(TOKENS + 1).rank(RANK);
-    let arena_bytes = WeightTable::arena_bytes((0..TOKENS + 2).map(|_| &image));
+    // Freed memory is found again only by smaller adapters or beside other free memory.
+    let arena_bytes = WeightTable::arena_bytes((0..TOKENS + 4).map(|_| &image));
     let weights = WeightTable::new(&gpu.queue()?, &model, DType::BF16, capacity, arena_bytes)?;
     let slots = (0..TOKENS).map(|slot| Ok(Slot::new(slot.try_into()?))).collect::<Result<Vec<_>>>()?;
     // Not by `load`, the first of which is to be measured.
@@ -176,9 +180,9 @@ fn pack<'a>(setup: &Setup<'a>, packers: Option<usize>) -> Result<Option<Work<'a>
     })
 }
 
-/// Copies an adapter's bytes in pieces from page-locked memory that is ready, as many at a time as a [`Staging`] has room for.
+/// Copies an adapter's bytes in pieces from page-locked memory that is ready, as many at a time as a [`Staging`] has room for, or one.
 fn copy<'a>(setup: &Setup<'a>, piece: usize) -> Result<Option<Work<'a>>> {
-    let memory = (0..STAGING_BYTES / piece).map(|_| Ok(PinnedBuffer::<u8>::zeros(&setup.queue, piece)?));
+    let memory = (0..(STAGING_BYTES / piece).max(1)).map(|_| Ok(PinnedBuffer::<u8>::zeros(&setup.queue, piece)?));
     let mut memory = memory.collect::<Result<Vec<_>>>()?;
     let (mut to, count) = (Buffer::<u8>::zeros(&setup.queue, piece)?, setup.image.bytes().div_ceil(piece));
     work(move || {
@@ -267,7 +271,11 @@ fn measure_beside(
 fn replay(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize) -> Result<Measured> {
     let events = (0..replays).map(|_| Ok([Event::new()?, Event::new()?])).collect::<Result<Vec<_>>>()?;
     let (mut call, mut enqueued) = (Vec::with_capacity(replays), Vec::with_capacity(replays));
+    let begin = Instant::now();
     for (run, [start, end]) in events.iter().enumerate() {
+        if begin.elapsed() > MOST {
+            break;
+        }
         if let Some([_, earlier]) = run.checked_sub(AHEAD).map(|earlier| &events[earlier]) {
             earlier.wait()?;
         }
@@ -279,6 +287,7 @@ fn replay(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize) -> 
         enqueued.push(now);
     }
     gpu.synchronize()?;
+    let events = &events[..call.len()];
     let device = events.iter().map(|[start, end]| start.us_until(end)).collect::<Result<_>>()?;
     let period = events.windows(2).map(|pair| pair[0][1].us_until(&pair[1][1])).collect::<Result<_>>()?;
     Ok(Measured { device, call, period, enqueued, runs: Vec::new() })
