@@ -484,6 +484,9 @@ typedef struct aril_experts_args {
   // 1: this operation groups the routes for all (up to ARIL_ONE_BLOCK_ROUTES, more than
   // ARIL_EACH_BLOCK_ROUTES).
   int32_t groups_routes;
+  // From ARIL_ACTIVATE on. 1: when this launch starts, all work before the kernel in front of it has
+  // completed, and that kernel writes neither x nor the routes. Then only y waits for that kernel.
+  int32_t inputs_complete;
   int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;

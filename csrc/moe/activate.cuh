@@ -3,9 +3,10 @@
 // The activation of experts in bf16 and f16: out = activation(gate_up + deltas) in one launch with
 // the shrink of both slices (shrink.cuh).
 //
-// A warp has the same features of gate and up for the up to 8 routes of a tile. It loads their y to
-// shared memory, adds the deltas there, and applies the activation with one feature per lane. B
-// goes straight to registers, kAhead steps ahead. Routes of the base model have no deltas.
+// A warp has the same features of gate and up for the up to 8 routes of a tile. It sums the deltas
+// in shared memory, adds y, and applies the activation with one feature per lane. B goes straight
+// to registers, kAhead steps ahead. Routes of the base model have no deltas. If the inputs are
+// complete, y alone waits for predecessors.
 //
 // Bound: the bytes of B of the (slot, expert) pairs that occur, y, and out.
 #pragma once
@@ -44,7 +45,7 @@ __device__ __forceinline__ float activation_of(const aril_experts_args& p, float
 struct ActivateStage {
   static constexpr int kRows = 8, kSteps = 4;
 
-  // y with the deltas added, by slice; rows are padded against bank conflicts.
+  // The deltas, then with y added, by slice; rows are padded against bank conflicts.
   float sums[2][kRows][ARIL_OUT_UNIT + 4];
   uint4 terms[kSteps][32];  // of v, for as many steps as there is room
 };
@@ -126,20 +127,10 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
 
       // The features before are finished.
       __syncwarp();
-      for (int slice = 0; slice < p.num_slices; ++slice) {
-        T bases[kRows];
-        const int at =
-            p.interleaved ? feature * p.num_slices + slice : slice * p.out_features + feature;
 #pragma unroll
-        for (int t = 0; t < kRows; ++t) {
-          const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
-          bases[t] = from_float<T>(0.0f);
-          if (t < tile.w && has_feature) {
-            bases[t] = static_cast<const T*>(p.y)[row * p.y_stride + at];
-          }
-        }
-#pragma unroll
-        for (int t = 0; t < kRows; ++t) stage.sums[slice][t][lane] = to_float(bases[t]);
+      for (int t = 0; t < kRows; ++t) {
+        // y - 0 = y, for a y of -0 too.
+        stage.sums[0][t][lane] = stage.sums[1][t][lane] = -0.0f;
       }
       __syncwarp();
 
@@ -172,8 +163,27 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
         }
       }
       __syncwarp();
-
       const bool is_gated = p.num_slices > 1;
+      wait_for_predecessors();
+      T bases[kRows][2];
+      const int at = p.interleaved ? feature * p.num_slices : feature;
+      const int to_second = p.interleaved ? 1 : p.out_features;
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) {
+        const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
+        bases[t][0] = bases[t][1] = from_float<T>(0.0f);
+        if (t < tile.w && has_feature) {
+          const T* const y = static_cast<const T*>(p.y) + row * p.y_stride + at;
+          bases[t][0] = y[0];
+          if (is_gated) bases[t][1] = y[to_second];
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) {
+        stage.sums[0][t][lane] += to_float(bases[t][0]);
+        stage.sums[1][t][lane] += to_float(bases[t][1]);
+      }
+
 #pragma unroll 2
       for (int t = 0; t < tile.w; ++t) {
         const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
@@ -185,6 +195,8 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
       }
     }
   }
+  // Some warps wait even if no route is here, for the kernels behind.
+  wait_for_predecessors();
 }
 
 template <typename T, bool kEachBlock>

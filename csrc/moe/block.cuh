@@ -18,7 +18,8 @@ namespace aril::detail {
 constexpr int kExpertsBlocks = 2;  // on a multiprocessor
 
 // A block of the grid. Blocks of expand call expand(epoch, tiles, sharing), or expand(epoch) in an
-// operation that expands by token.
+// operation that expands by token. If the inputs are complete, they wait for predecessors
+// themselves, before they access y.
 template <typename T, bool kEachBlock, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   const bool shrinks = index < grid.shrink_blocks;
   if constexpr (std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) {
-      wait_for_predecessors();
+      wait_for_inputs(p);
       return expand(epoch);
     }
   }

@@ -8,7 +8,8 @@
 // zeroed. The ranks of a token's routes, one after the other, form one product: v is multiplied by
 // the route's factor and weight before it is converted to terms. If the slot's experts share B, the
 // v of all routes are summed instead, and multiplied once. Which of the two happens, and in which
-// order sums are added, depends on the token's own routes and adapter alone.
+// order sums are added, depends on the token's own routes and adapter alone. y comes last: if the
+// inputs are complete, it alone waits for predecessors.
 //
 // Bound: the bytes of B of a token's (slot, expert) pairs, and y.
 //
@@ -65,12 +66,12 @@ __device__ __forceinline__ void load_routes(const aril_experts_args& p, CombineS
   aril_descriptor own = {};
   if (first_k + lane < p.top_k.top_k) {
     const int route = token * p.top_k.top_k + first_k + lane;
-    const unsigned expert = p.top_k.ids[route];
+    const unsigned expert = id_of(p.top_k, route);
     if (expert < static_cast<unsigned>(p.top_k.num_experts)) {
       row = row_of(p.top_k, p.num_tokens, route);
       own = module_of(p.weights, row == kNowhere ? -1 : slot, 1 + expert);
       weight = p.factor;
-      if (p.weighted && p.top_k.weights != nullptr) weight *= p.top_k.weights[route];
+      if (p.weighted) weight *= weight_of(p.top_k, route);
     }
   }
   const float factor =
@@ -134,6 +135,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
   const ExpandShare share(p, grid, num_tokens);
+  const int chunks = ceil_div(p.top_k.top_k, kRoutes);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
     // Bits of the routes in shared memory: those present, those with deltas, those with a part.
@@ -153,10 +155,20 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       float sum = 0.0f;
       float deltas[4][4] = {};
       bool has_any = false;
-      for (int first_k = 0; first_k < p.top_k.top_k; first_k += kRoutes) {
-        const bool is_loaded = first > share.begin && p.top_k.top_k <= kRoutes;
+      // All deltas, then all of y.
+#pragma unroll 1
+      for (int i = 0; i < 2 * chunks; ++i) {
+        const bool adds_y = i >= chunks;
+        const int first_k = (adds_y ? i - chunks : i) * kRoutes;
+        const bool is_loaded = chunks == 1 && (adds_y || first > share.begin);
         if (!is_loaded) load(first_k);
         const int count = min(p.top_k.top_k - first_k, kRoutes);
+        has_any = has_any || adapted != 0;
+        if (adds_y) {
+          wait_for_predecessors();
+          if (combines) sum = add_base<T>(p, stage, sum, here, count, out, has_out);
+          continue;
+        }
         const int first_route = token * p.top_k.top_k + first_k;
 
         // B, step by step, part by part.
@@ -175,12 +187,6 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         };
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
-
-        if (!combines && !has_any && adapted != 0 && has_out) sum = to_float(target());
-        has_any = has_any || adapted != 0;
-        if (combines) {
-          sum = add_base<T>(p, stage, sum, here, count, out, has_out);
-        }
 
         // Gathers the terms of kSteps steps: of each route alone, or of the sum of all routes.
         const auto gather_apart = [&](int first_step) {
@@ -240,6 +246,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         }
       }
       if (has_any) {
+        if (!combines && has_out) sum = to_float(target());
         __syncwarp();
         if (g == 0) {
 #pragma unroll
@@ -253,6 +260,8 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       if (has_out && (combines || has_any)) target() = from_float<T>(sum);
     }
   }
+  // Some warps wait even if there is no token, for the kernels behind.
+  wait_for_predecessors();
 }
 
 template <typename T, bool kEachBlock>

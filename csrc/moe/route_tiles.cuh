@@ -48,7 +48,7 @@ __device__ __forceinline__ PartialLayout partial_layout(const aril_experts_args&
 template <bool kEachBlock>
 class RouteTiles {
  public:
-  // Waits for predecessors, unless a shrink of wide tiles has. Has no tiles if needed() is false. A
+  // Waits for inputs, unless a shrink of wide tiles has. Has no tiles if needed() is false. A
   // block of shrink passes `local` for its own tiles, and `scratch`, which is free until then. The
   // whole block calls it.
   template <typename Needed>
@@ -64,9 +64,9 @@ class RouteTiles {
       int id = -1, slot = -1;
       aril_route_entry entry = {};
       if (route < num_routes) slot = p.routing.slots[route / top_k];
-      wait_for_predecessors();
+      wait_for_inputs(p);
       if (route < num_routes) {
-        id = p.top_k.ids[route];
+        id = id_of(p.top_k, route);
         entry = entry_of(p.top_k, p.routing, p.num_tokens, route);
       }
       // All loads are issued before the first use.
@@ -78,7 +78,7 @@ class RouteTiles {
       return;
     }
     if (!needed()) {
-      if (!grid.beside_large_m) wait_for_predecessors();
+      if (!grid.beside_large_m) wait_for_inputs(p);
       return;
     }
     if (local != nullptr) {
@@ -88,7 +88,7 @@ class RouteTiles {
         return;
       }
     }
-    if (!grid.beside_large_m) wait_for_predecessors();
+    if (!grid.beside_large_m) wait_for_inputs(p);
     if (grid.first_shrink == 0) {
       num_tiles_ = make_int2(__ldcg(p.groups.num_tiles), __ldcg(p.groups.num_tiles + 1));
       return;
@@ -112,7 +112,7 @@ class RouteTiles {
   __device__ __forceinline__ static void publish(const aril_experts_args& p, uint32_t epoch,
                                                  unsigned char* shared) {
     const int2 num_tiles = OneBlockSort<kExpertsThreads>::run(
-        p.top_k, p.routing, p.num_tokens, {p.groups.routes, p.groups.tiles}, shared);
+        p, {p.groups.routes, p.groups.tiles}, shared);
     // Every thread has stored routes and tiles: each fences its own before one thread announces.
     __threadfence();
     __syncthreads();

@@ -5,6 +5,7 @@
 
 #include "../aril.h"
 #include "../device/math.cuh"
+#include "../ptx/pdl.cuh"
 
 namespace aril::detail {
 
@@ -29,10 +30,26 @@ __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int nu
   return min(*routing.num_tokens, num_tokens);
 }
 
+// Waits for predecessors, unless x, the routes and the mailbox are complete without it. Then no
+// earlier wait has dropped stale lines of L1, so these are loaded past L1.
+__device__ __forceinline__ void wait_for_inputs(const aril_experts_args& p) {
+  if (p.inputs_complete == 0) wait_for_predecessors();
+}
+
+// The id of the expert that a route goes to.
+__device__ __forceinline__ int32_t id_of(const aril_top_k& top_k, int route) {
+  return __ldcg(top_k.ids + route);
+}
+
+// The router's weight of a route.
+__device__ __forceinline__ float weight_of(const aril_top_k& top_k, int route) {
+  return top_k.weights == nullptr ? 1.0f : __ldcg(top_k.weights + route);
+}
+
 // The row of a route in matrices of routes, or kNowhere.
 __device__ __forceinline__ int row_of(const aril_top_k& top_k, int num_tokens, int route) {
   if (top_k.rows == nullptr) return route;
-  const int row = top_k.rows[route];
+  const int row = __ldcg(top_k.rows + route);
   return row >= 0 && row < num_tokens * top_k.top_k ? row : kNowhere;
 }
 
@@ -48,7 +65,7 @@ __device__ __forceinline__ aril_route_entry entry_of(const aril_top_k& top_k,
                                                      const aril_routing& routing, int num_tokens,
                                                      int route) {
   return {route, row_of(top_k, num_tokens, route), routing.scales[route / top_k.top_k],
-          top_k.weights == nullptr ? 1.0f : top_k.weights[route]};
+          weight_of(top_k, route)};
 }
 
 // Routes in the order of their tiles, in shared or global memory.

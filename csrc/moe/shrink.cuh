@@ -8,7 +8,7 @@
 // multiplied. If a slot's experts share A and x has a row per token, tiles of tokens replace its
 // tiles of routes: A x is computed once per token, and expand reads it for every route.
 //
-// No weights are requested before the wait for predecessors, since the router's choice is not known
+// No weights are requested before the wait for inputs, since the router's choice is not known
 // earlier. Bound: the bytes of A of the (slot, expert) pairs that occur.
 #pragma once
 
@@ -98,6 +98,8 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / items >= stride) return;
+  // Rows that are not aligned are loaded through L1.
+  if (!aligned) wait_for_predecessors();
 
   const auto load_tile = [&](int i) {
     if (i >= last) return make_int4(-1, 0, 0, 0);

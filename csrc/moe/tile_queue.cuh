@@ -34,7 +34,7 @@ struct TileLoads {
     if (kOthers == kOfToken && expert == kOfToken) {
       expert = p.top_k.num_experts;
       if (t < tile.w) {
-        const unsigned id = p.top_k.ids[tile.z + t];
+        const unsigned id = id_of(p.top_k, tile.z + t);
         route = entry_of(p.top_k, p.routing, p.num_tokens, tile.z + t);
         if (id < static_cast<unsigned>(p.top_k.num_experts) && route.row != kNowhere) {
           expert = id;

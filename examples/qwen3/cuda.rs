@@ -1,7 +1,8 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe. Only the launches of the example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt
-//! (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe. All work is enqueued on one stream, and only copies to the host wait for it.
+//! All calls of the library are safe but one, which promises how the grouped GEMMs start (`group`). The launches of the example's own
+//! kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe, too. All work is enqueued on one
+//! stream, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by shape; steps of
 //! few tokens take the library's fused linear and the example's own router instead; steps of many tokens have the deltas of gate and up
@@ -714,7 +715,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         step: &mut cuda::Step<'s>,
         routes: &'a Routes,
     ) -> Result<Grouped<'a, 's>> {
-        Ok(Grouped { routes, grouped: grouping.update(step, routes.top_k()?)? })
+        let grouped = grouping.update(step, routes.top_k()?)?;
+        // SAFETY: in front of the activation and the combine is a grouped GEMM, which does not write the rows that it multiplies, nor the
+        // routes. It starts early only in the kernels of `TENSOR`, all of whose blocks wait before they let the next kernel start.
+        Ok(Grouped { routes, grouped: unsafe { grouped.shrink_beside_base() } })
     }
 
     fn activate(

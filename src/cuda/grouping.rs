@@ -95,6 +95,24 @@ impl Groups {
 }
 
 impl GroupedRoutes<'_, '_> {
+    /// Lets `activate`, `combine` and `add_combined_delta` on these routes begin while the base operation in front of them still runs:
+    /// they read `x` and the routes and compute the deltas beside it, and wait for it before they access `y`. All bits stay the same.
+    /// Needs compute capability 9.0, and a base kernel that lets its dependents start early; behind others it changes nothing.
+    ///
+    /// # Safety
+    /// Directly in front of each of these operations on the stream, there is a kernel of the engine, or a copy, that
+    /// - writes neither the operation's `x` nor the router's choice, and does not use the step's workspace;
+    /// - if it is launched with programmatic stream serialization, lets its dependents start (`griddepcontrol.launch_dependents`, or the
+    ///   end of its blocks) only after one of its blocks has waited for its predecessors (`griddepcontrol.wait`).
+    ///
+    /// Then whatever is in front of that kernel has completed when the operation starts. Otherwise the operation may read an `x` or a
+    /// choice that is not complete, and an operation before it in the workspace may wait for a sum that has gone, until the launch fails.
+    #[must_use]
+    pub unsafe fn shrink_beside_base(self) -> Self {
+        // SAFETY: the caller's obligations.
+        Self { raw: unsafe { self.raw.shrink_beside_base() }, ..self }
+    }
+
     /// Rejects a step of another batch, and routes that a replay has overwritten.
     pub(super) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
         step.queue().check("the routes", self.groups.region.queue())?;

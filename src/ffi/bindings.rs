@@ -1042,6 +1042,7 @@ pub struct aril_experts_args {
     pub weighted: i32,
     pub rows_weighted: i32,
     pub groups_routes: i32,
+    pub inputs_complete: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -1114,35 +1115,38 @@ const _: () = {
         "Offset of field: aril_experts_args::groups_routes",
     ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 48usize];
     [
+        "Offset of field: aril_experts_args::inputs_complete",
+    ][::core::mem::offset_of!(aril_experts_args, inputs_complete) - 52usize];
+    [
         "Offset of field: aril_experts_args::from_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 52usize];
+    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 56usize];
     [
         "Offset of field: aril_experts_args::in_features",
-    ][::core::mem::offset_of!(aril_experts_args, in_features) - 56usize];
+    ][::core::mem::offset_of!(aril_experts_args, in_features) - 60usize];
     [
         "Offset of field: aril_experts_args::num_slices",
-    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 60usize];
+    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 64usize];
     [
         "Offset of field: aril_experts_args::out_features",
-    ][::core::mem::offset_of!(aril_experts_args, out_features) - 64usize];
+    ][::core::mem::offset_of!(aril_experts_args, out_features) - 68usize];
     [
         "Offset of field: aril_experts_args::interleaved",
-    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 68usize];
+    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 72usize];
     [
         "Offset of field: aril_experts_args::up_slice",
-    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 72usize];
+    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 76usize];
     [
         "Offset of field: aril_experts_args::activation",
-    ][::core::mem::offset_of!(aril_experts_args, activation) - 76usize];
+    ][::core::mem::offset_of!(aril_experts_args, activation) - 80usize];
     [
         "Offset of field: aril_experts_args::alpha",
-    ][::core::mem::offset_of!(aril_experts_args, alpha) - 80usize];
+    ][::core::mem::offset_of!(aril_experts_args, alpha) - 84usize];
     [
         "Offset of field: aril_experts_args::limit",
-    ][::core::mem::offset_of!(aril_experts_args, limit) - 84usize];
+    ][::core::mem::offset_of!(aril_experts_args, limit) - 88usize];
     [
         "Offset of field: aril_experts_args::factor",
-    ][::core::mem::offset_of!(aril_experts_args, factor) - 88usize];
+    ][::core::mem::offset_of!(aril_experts_args, factor) - 92usize];
     [
         "Offset of field: aril_experts_args::x",
     ][::core::mem::offset_of!(aril_experts_args, x) - 96usize];

@@ -47,19 +47,19 @@ fn noise<T: Float>(rng: &mut StdRng, len: usize, limit: f32) -> Vec<T> {
 }
 
 /// A device with the example's kernels.
-struct Kernels {
-    gpu: Gpu,
+pub struct Kernels {
+    pub gpu: Gpu,
     module: Arc<CudaModule>,
 }
 
 impl Kernels {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let gpu = Gpu::new();
         let module = gpu.context.load_module(Ptx::from_binary(qwen3_kernels::IMAGE.to_vec())).unwrap();
         Self { gpu, module }
     }
 
-    fn function(&self, name: &str, shared_bytes: usize) -> CudaFunction {
+    pub fn function(&self, name: &str, shared_bytes: usize) -> CudaFunction {
         let function = self.module.load_function(name).unwrap();
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).unwrap();
@@ -67,7 +67,7 @@ impl Kernels {
     }
 
     /// Launches a kernel with the arguments that `push` adds.
-    fn launch<'a>(
+    pub fn launch<'a>(
         &'a self,
         function: &'a CudaFunction,
         grid: (usize, usize),

@@ -19,7 +19,7 @@ namespace aril::detail {
 
 class LocalTiles {
  public:
-  // Waits for predecessors and returns the number of tiles. Returns -1, possibly before the wait,
+  // Waits for inputs and returns the number of tiles. Returns -1, possibly before the wait,
   // if it cannot find them. `scratch` is free again afterwards. The whole block calls it.
   __device__ __forceinline__ int find(const aril_experts_args& p, void* scratch,
                                       int scratch_bytes) {
@@ -68,13 +68,13 @@ class LocalTiles {
     for (int i = threadIdx.x; i < live_tokens; i += kExpertsThreads) {
       spans[i] = span_of(firsts, words, live_tokens, i);
     }
-    wait_for_predecessors();
+    wait_for_inputs(p);
 
     int expert[kParts];
     bool is_twice = false;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      expert[part] = slot[part] < 0 ? -1 : p.top_k.ids[token[part] * p.top_k.top_k + choice[part]];
+      expert[part] = slot[part] < 0 ? -1 : id_of(p.top_k, token[part] * p.top_k.top_k + choice[part]);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {

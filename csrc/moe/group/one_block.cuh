@@ -30,11 +30,12 @@ class OneBlockSort {
            (ARIL_ONE_BLOCK_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
   }
 
-  // Waits for predecessors, then sorts. Returns the tiles with a slot, which come first, and all
-  // tiles.
-  __device__ __forceinline__ static int2 run(const aril_top_k& top_k, const aril_routing& routing,
-                                             int num_tokens, const SortedRoutes& sorted,
+  // Waits for inputs, then sorts. Returns the tiles with a slot, which come first, and all tiles.
+  __device__ __forceinline__ static int2 run(const aril_experts_args& p, const SortedRoutes& sorted,
                                              unsigned char* scratch) {
+    const aril_top_k& top_k = p.top_k;
+    const aril_routing& routing = p.routing;
+    const int num_tokens = p.num_tokens;
     using Scan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
     __shared__ typename Scan::TempStorage scan;
     __shared__ int last_firsts[kRows], leaders[kRows];
@@ -77,12 +78,12 @@ class OneBlockSort {
       route[part] = i < num_routes ? i + (route[part] - place_of(part)) * top_k.top_k : 0;
     }
     for (int i = thread; i < num_groups * parts; i += kThreads) counts[i] = 0;
-    wait_for_predecessors();
+    wait_for_inputs(p);
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       entry[part] = entry_of(top_k, routing, num_tokens, route[part]);
-      group[part] = top_k.ids[route[part]];
+      group[part] = id_of(top_k, route[part]);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {

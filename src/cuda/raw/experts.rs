@@ -45,6 +45,11 @@ impl Form {
         if self.is_before_activation() { site.gate_up() } else { site.down() }
     }
 
+    /// Whether the kernel can wait for the base operation in front after it has read `x`.
+    fn may_shrink_beside_base(&self) -> bool {
+        matches!(self, Self::Activate { .. } | Self::AddCombined { .. } | Self::Combine { .. })
+    }
+
     fn expand_by(&self) -> ExpandBy {
         match self {
             Self::AddGateUp { .. } | Self::WriteGateUp { .. } | Self::AddDown { .. } | Self::WriteDown { .. } => {
@@ -298,6 +303,7 @@ impl LoraExperts {
             weighted: weighted.into(),
             rows_weighted: (routes.weighed == Weighed::Rows).into(),
             groups_routes: (!routes.grouped).into(),
+            inputs_complete: (routes.beside_base && form.may_shrink_beside_base()).into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,

@@ -104,6 +104,7 @@ impl Grouping {
             factor: top_k.factor,
             groups: self.groups,
             grouped,
+            beside_base: false,
         })
     }
 }
@@ -121,6 +122,8 @@ pub struct GroupedRoutes {
     pub(super) groups: ffi::aril_groups,
     /// Whether the routes are grouped already. If not, the next operation groups them.
     pub(super) grouped: bool,
+    /// Whether shrink starts before the base operation in front has ended.
+    pub(super) beside_base: bool,
 }
 
 // SAFETY: it holds device addresses, which are plain data.
@@ -132,6 +135,15 @@ impl GroupedRoutes {
     /// Whether the routes belong to that batch.
     pub(in crate::cuda) fn is_of(&self, batch: RoutedBatch) -> bool {
         (self.batch.tokens(), self.batch.num_tokens) == (batch.tokens(), batch.num_tokens)
+    }
+
+    /// As [`shrink_beside_base`](crate::cuda::GroupedRoutes::shrink_beside_base) of the safe API.
+    ///
+    /// # Safety
+    /// As there.
+    #[must_use]
+    pub const unsafe fn shrink_beside_base(self) -> Self {
+        Self { beside_base: true, ..self }
     }
 
     /// Tokens in the step.

@@ -10,17 +10,23 @@ use aril::{
     plan::Capacity,
     routing::Batch,
 };
+use bytemuck::Pod;
+use cudarc::driver::PushKernelArg as _;
+use half::{bf16, f16};
+use qwen3_kernels::grouped_gemm;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
 use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
-        compare::compare,
+        compare::{Place, compare},
         experts::{Act, Case, Lora, Op, Order, Pairs, Weighed},
+        small::choose,
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
     for_dtype,
+    qwen3_kernels::Kernels,
 };
 
 /// Operations whose rows are rows of routes.
@@ -51,6 +57,13 @@ struct Operation {
     x: Buffer,
     y: Buffer,
     target: Buffer,
+}
+
+impl Operation {
+    /// What the base operation in front writes.
+    fn base_output(&mut self) -> &mut Buffer {
+        if self.operands.op == Op::AddCombined { &mut self.target } else { &mut self.y }
+    }
 }
 
 impl<'a, T: Element> Layer<'a, T> {
@@ -114,6 +127,20 @@ impl<'a, T: Element> Layer<'a, T> {
             self.load(slot, case, lora, pairs);
         }
         all
+    }
+
+    /// Enqueues the grouping and the operations, each with its shrink beside a base operation that `base` enqueues in front of it.
+    fn launch_beside(&mut self, mut base: impl FnMut(usize, &Operation)) {
+        let stream = self.gpu.raw_stream();
+        let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
+        // SAFETY: the layer owns all operands and keeps them alive until the stream is synchronized.
+        let routes = unsafe { self.grouping.group(self.batch, self.top_k, stream) }.unwrap();
+        // SAFETY: `base` enqueues a kernel that starts when all before it has ended, and writes y alone.
+        let mut routes = unsafe { routes.shrink_beside_base() };
+        for (index, operation) in self.operations.iter().enumerate() {
+            base(index, operation);
+            operation.operands.launch(&self.layer, &step, &mut routes);
+        }
     }
 
     /// Enqueues the grouping and the operations.
@@ -369,6 +396,80 @@ fn live_routes_have_any_of_the_captured_rows() {
             let case = case.with(|layer| (layer.weighed, layer.rows) = (weighed, Some(Vec::new())));
             let case = Case { dtype, ..case };
             for_dtype!(case, run(&gpu, &case));
+        }
+    }
+}
+
+/// Behind a base GEMM that lets them start before it has written y: the GEMM copies the case's y into one of NaN, by a product with the
+/// identity that takes longer than shrink.
+#[test]
+#[ignore = "needs a GPU"]
+fn deltas_beside_the_base_agree_with_the_reference() {
+    const EXPERTS: usize = 12;
+    const OPS: [Op; 4] = [Op::Activate(Act::Silu), Op::AddCombined, Op::Combine, Op::Activate(Act::SwigluOai)];
+    fn run<T: Element + Pod>(kernels: &Kernels, case: &Case) {
+        let (tile, gpu) = (grouped_gemm::TENSOR[1], &kernels.gpu);
+        let gemm =
+            kernels.function(&format!("grouped_gemm_{}x{}_{}", tile.rows, tile.outs, T::DTYPE), tile.shared_bytes);
+        let mut layer = Layer::<T>::new(gpu, case, &OPS);
+        let pairs = layer.load_all(case);
+        let places = OPS.map(|op| case.with(|layer| layer.op = op).y());
+        let mut copied = places.map(|place| gpu.upload(&vec![T::default(); place.rows * place.cols]));
+        let identities = places.map(|Place { cols, .. }| {
+            let one = |at: usize| T::from_f32(if at % cols == at / cols { 1.0 } else { 0.0 });
+            gpu.upload(&(0..cols * cols).map(one).collect::<Vec<T>>())
+        });
+        let bounds = places.map(|Place { rows, .. }| gpu.upload(&[0, rows as i32]));
+        let from = copied.each_ref().map(Buffer::address);
+        let graph = gpu.capture(|| {
+            layer.launch_beside(|index, operation| {
+                let Place { rows, cols, .. } = places[index];
+                let to = if operation.operands.op == Op::AddCombined { &operation.target } else { &operation.y };
+                let addresses = [from[index], 0, identities[index].address(), bounds[index].address(), to.address()];
+                let (experts, bounds_are_old) = (1_usize, 0_i32);
+                kernels.launch(&gemm, tile.grid(rows, experts, cols), tile.threads, tile.shared_bytes, |kernel| {
+                    addresses.iter().for_each(|address| _ = kernel.arg(address));
+                    kernel.arg(&experts).arg(&cols).arg(&cols).arg(&bounds_are_old);
+                });
+            });
+        });
+        let tokens = case.num_tokens();
+        for number in 0..choose(12, 3) {
+            let mut rng = StdRng::seed_from_u64(number);
+            let mut step = Case { seed: number, ..case.clone() };
+            let has_base = number % 3 != 0;
+            let slot = |_| if has_base { rng.random_range(-1..=3) } else { 1 };
+            let mut choices = StdRng::seed_from_u64(number + 100);
+            let first = if number % 4 == 0 { 0 } else { -1 };
+            step.choose(tokens, slot, |_, _| choices.random_range(first..=EXPERTS as i32));
+            layer.check(&step, tokens, &pairs, &format!("{tokens} tokens, step {number}"), |layer| {
+                for (operation, copied) in layer.operations.iter_mut().zip(&mut copied) {
+                    let output = operation.base_output();
+                    let mut values = output.read::<T>();
+                    copied.write(&values[..copied.region().bytes / size_of::<T>()]);
+                    values.fill(T::from_f32(f32::NAN));
+                    output.write(&values);
+                }
+                graph.replay();
+            });
+        }
+    }
+
+    let kernels = Kernels::new();
+    // Each operation groups the routes, the first block of the first one does, and there are more for a token than a warp reads at once.
+    for (tokens, top_k) in [(1, 8), (8, 8), (choose(40, 17), 8), (2, 40)] {
+        for dtype in [Dtype::BF16, Dtype::F16] {
+            let adapters = vec![
+                Lora::of_own_ranks(EXPERTS, 24),
+                Lora::shared_outer(EXPERTS, 16),
+                Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3]),
+            ];
+            let case = Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, [tokens, top_k]);
+            let case = Case { dtype, ..case };
+            match case.dtype {
+                Dtype::BF16 => run::<bf16>(&kernels, &case),
+                _ => run::<f16>(&kernels, &case),
+            }
         }
     }
 }
