@@ -130,6 +130,53 @@ fn replaced_adapters_are_read_to_the_end() {
     assert_eq!(setup.step(&slots(0)), [17.0; TOKENS]);
 }
 
+/// An adapter of five pieces, whose factors all differ, goes through two buffers. Its copies wait for a queue that is far behind, so that
+/// a buffer that is filled again before its copy has ended is seen.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
+    const LAYERS: usize = 80;
+    const RANK: usize = 64;
+    const BYTES: usize = LAYERS * 2 * RANK * FEATURES * size_of::<f32>();
+    let mut setup = Setup::new(LAYERS, FEATURES, BYTES * 3 / 2);
+    let spin = Spin::new(&setup.gpu);
+    let mut staging = Staging::new(&setup.gpu.queue).unwrap();
+    // The product of both factors is the layer's number. Each of them alone is of this layer and of none that is 16 or 32 away.
+    let tensor = |shape: [usize; 2], value: f32| {
+        let values = vec![value; shape[0] * shape[1]];
+        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
+    };
+    let number = |layer: usize, round: usize| (1 + layer + 100 * round) as f32;
+    for round in 0..3 {
+        let tensors = (0..LAYERS).flat_map(|layer| {
+            let a = [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0][(layer + round) % 7];
+            let b = number(layer, round) / a / (RANK * FEATURES) as f32;
+            [("A", [RANK, FEATURES], a), ("B", [FEATURES, RANK], b)]
+                .map(|(side, shape, value)| (format!("layers.{layer}.m.lora_{side}.weight"), tensor(shape, value)))
+        });
+        let config = format!(r#"{{"peft_type": "LORA", "r": {RANK}, "lora_alpha": {RANK}}}"#);
+        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+        let image = adapter.plan(setup.model(), DType::F32).unwrap();
+        assert_eq!(image.bytes(), BYTES);
+        setup.load(0, RANK, 7.0).unwrap();
+        setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
+        spin.run(100);
+        setup.enqueue_on_y(&slots(0));
+        setup.weights.unload(Slot::new(0)).unwrap();
+        let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
+        setup.weights.commit(Slot::new(1), filled).unwrap();
+        assert_eq!(setup.added(), [7.0; TOKENS], "round {round}: the adapter of before");
+        setup.enqueue(&slots(1));
+        let mut y = vec![f32::NAN; setup.y.len()];
+        setup.y.read(&mut y).unwrap();
+        for (layer, outputs) in y.chunks(TOKENS * FEATURES).enumerate() {
+            let wrong = outputs.iter().position(|&output| output != number(layer, round));
+            assert!(wrong.is_none(), "round {round}, layer {layer}: {wrong:?} has {:?}", wrong.map(|at| outputs[at]));
+        }
+        setup.weights.unload(Slot::new(1)).unwrap();
+    }
+}
+
 /// A reservation dropped at any stage frees its memory. Its pending copies precede those of the next adapter there, even while the
 /// queue is far behind and through another staging.
 #[test]
