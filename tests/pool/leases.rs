@@ -166,6 +166,40 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     setup.finish();
 }
 
+/// Whichever of them leased first, and whichever commits first.
+#[test]
+fn a_commit_closes_the_slots_of_its_own_stream_alone() {
+    let mut setup = Setup::new(2, 3);
+    let streams = [STREAM, setup.pool.add_stream(), setup.pool.add_stream()];
+    let id = setup.adding(1.0);
+    setup.use_once(id);
+    for (first, second) in streams.iter().flat_map(|&first| streams.map(|second| (first, second))) {
+        if first == second {
+            continue;
+        }
+        for is_first_kept in [false, true] {
+            let leases = [first, second].map(|stream| setup.pool.acquire(id, stream).unwrap());
+            let (slot, [mut ended, mut kept]) = (leases[0].slot(), leases);
+            if is_first_kept {
+                std::mem::swap(&mut ended, &mut kept);
+            }
+            let stream = ended.stream();
+            drop(ended);
+            setup.pool.commit(stream).unwrap();
+            for other in streams {
+                assert_eq!(is_refused_on(&setup, other, slot), other != kept.stream(), "{other:?} of {kept:?}");
+            }
+            let kept_stream = kept.stream();
+            drop(kept);
+            streams.iter().filter(|&&other| other != kept_stream).for_each(|&other| setup.pool.commit(other).unwrap());
+            assert!(!is_refused_on(&setup, kept_stream, slot), "steps may follow until the commit");
+            setup.pool.commit(kept_stream).unwrap();
+            assert!(streams.iter().all(|&other| is_refused_on(&setup, other, slot)));
+        }
+    }
+    setup.finish();
+}
+
 #[test]
 fn an_adapter_is_forgotten_at_once_and_its_memory_returns_with_the_last_lease() {
     let mut setup = Setup::new(2, 2);
