@@ -82,7 +82,8 @@ impl ForwardPlan {
             max_rank: self.capacity.max_rank,
         };
         let most = self.capacity.max_tokens.min(MAX_FORWARD_TOKENS);
-        let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < 2 * most);
+        let end = 2 * most.max(FIRST_RING_TOKENS);
+        let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < end);
         let mut rings = Vec::new();
         for token_tiles in sizes {
             match Ring::new(&grid, token_tiles, shared_bytes) {
@@ -280,12 +281,18 @@ mod tests {
     fn every_batch_has_a_ring() {
         for max_rank in [1, 16, 17, 64, 200, 512] {
             let plan = plan(4096, &[4096, 1024, 1024], max_rank);
-            for max_tokens in [1, 8, 9, 16, 17, 32, 33, 64, 65] {
+            for max_tokens in [1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65] {
                 let plan =
                     ForwardPlan { capacity: Capacity::tokens(max_tokens).slots(8).rank(max_rank), ..plan.clone() };
                 let plan = plan.on(Device::H100).expect("an H100 has room for it");
                 assert_eq!(plan.max_tokens(), max_tokens.min(64));
-                assert!(8 << plan.rings.len() >= 2 * plan.max_tokens());
+                let rings = match plan.max_tokens() {
+                    0..=8 => 1,
+                    9..=16 => 2,
+                    17..=32 => 3,
+                    _ => 4,
+                };
+                assert_eq!(plan.rings.len(), rings, "{max_tokens} tokens");
             }
         }
     }

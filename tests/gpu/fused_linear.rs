@@ -1125,8 +1125,7 @@ fn missing_sums_are_computed_in_a_bounded_time() {
         let ranks = [rank; 3];
         let adapters = vec![&ranks[..]; choose(64, 4)];
         let slots = (0..64).map(|token| token % adapters.len() as i32).collect();
-        let dense =
-            dense::Case::linear(choose(4096, 1024), choose(&[4096, 1024, 1024], &[96, 32, 32]), &adapters, slots);
+        let dense = dense::Case::linear(1024, choose(&[1024, 256, 256], &[96, 32, 32]), &adapters, slots);
         let case = Case::fused(dense::Case { values: Values::Rounded, ..dense }, false);
         let mut expected = Launches::new(&gpu, &case, 1);
         let workspace = Workspace::with_bytes(&gpu.queue, expected.workspace_bytes()).unwrap();

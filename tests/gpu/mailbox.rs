@@ -189,7 +189,7 @@ mod misuse {
     #[test]
     #[ignore = "needs a GPU"]
     fn a_wait_without_an_end_is_detected() {
-        let of_an_aborted = |launches: &mut Launches<'_>| launches.mailbox.write(&[5_u64]);
+        let of_an_aborted = |launches: &mut Launches<'_>| launches.mailbox.write(&[40_u64]);
         let message = "what is polled for never comes";
         is_detected("mailbox::misuse::a_wait_without_an_end_is_detected", of_an_aborted, message);
     }
