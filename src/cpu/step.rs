@@ -45,8 +45,11 @@ impl WeightTable {
     /// Starts a step of `batch` with the adapters that are loaded now.
     ///
     /// # Errors
-    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
+    /// [`OperandError::Capacity`] if the batch has more tokens than [`Capacity::max_tokens`](crate::plan::Capacity::max_tokens),
+    /// [`OperandError::NoSuchSlot`] if it names a slot that the table does not have, [`OperandError::Pooled`] if the table belongs to a
+    /// pool, whose own `step` starts its steps.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
+        batch.check(self.capacity())?;
         if self.is_pooled() {
             return Err(OperandError::Pooled);
         }

@@ -26,7 +26,7 @@ pub struct WeightTable {
 
 impl WeightTable {
     /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`. Adapters may have ranks up to
-    /// `capacity.max_rank` and take up to `arena_bytes` bytes in total. `capacity.max_tokens` is not used.
+    /// `capacity.max_rank` and take up to `arena_bytes` bytes in total. Steps have up to `capacity.max_tokens` tokens.
     ///
     /// # Errors
     /// [`PlanError::Limit`] if a bound of the capacity is invalid.
@@ -169,11 +169,11 @@ impl WeightTable {
         self.slots.index(slot).map(drop)
     }
 
-    /// The adapters of `batch` that are loaded now, by slot.
+    /// The adapters of `batch` that are loaded now, by slot. The table has the batch's slots.
     pub(super) fn adapters(&self, batch: &Batch<'_>) -> Vec<Option<Arc<Adapter>>> {
         let mut adapters = Vec::new();
         let blocks = self.slots.lock();
-        for index in batch.slots().iter().filter_map(|slot| slot.index()).filter(|&index| index < self.slots.len()) {
+        for index in batch.slots().iter().filter_map(|slot| slot.index()) {
             if index >= adapters.len() {
                 adapters.resize(index + 1, None);
             }

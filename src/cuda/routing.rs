@@ -14,6 +14,7 @@ pub struct Routing {
     // Dropped before the memory it writes.
     raw: raw::Routing,
     memory: Arc<Region>,
+    capacity: Capacity,
     /// The slots of the last update; empty if they were in device memory.
     slots: Vec<Slot>,
     /// Whether a token may have an adapter.
@@ -38,15 +39,17 @@ impl Routing {
         // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
         // it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
-        Ok(Self { raw, memory, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
+        Ok(Self { raw, memory, capacity, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
     }
 
     /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`OperandError::Capacity`] if the
-    /// batch is too large. [`LaunchError::Capturing`]. Nothing was enqueued.
+    /// [`OperandError::Capacity`] if the batch is too large, [`OperandError::NoSuchSlot`] if it names a slot at or above the capacity's.
+    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`LaunchError::Capturing`]. Nothing was
+    /// enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
+        batch.check(self.capacity)?;
         let queue = self.memory.queue();
         let _entered = queue.enter()?;
         // SAFETY: the memory belongs to this stream.
@@ -125,6 +128,11 @@ impl Routing {
         self.memory.queue()
     }
 
+    /// Slots of the tables that the routing is for.
+    pub(super) fn num_slots(&self) -> usize {
+        self.capacity.num_slots
+    }
+
     pub(super) fn kept(&self) -> Kept {
         self.memory.clone()
     }
@@ -143,6 +151,10 @@ impl RoutedBatch<'_> {
 
     pub(super) fn queue(&self) -> &Queue {
         self.routing.queue()
+    }
+
+    pub(super) fn num_slots(&self) -> usize {
+        self.routing.num_slots()
     }
 
     /// The slots of the tokens, if the host has them; otherwise none.

@@ -9,8 +9,9 @@ impl WeightTable {
     /// Starts a step.
     ///
     /// # Errors
-    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps. [`LaunchError`] if the table, batch
-    /// and workspace belong to different queues, or the stream is being captured.
+    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps. [`OperandError::NumSlots`] if the
+    /// routing was made for another number of slots. [`LaunchError`] if the table, batch and workspace belong to different queues, or the
+    /// stream is being captured.
     pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
         if self.is_pooled() {
             return Err(OperandError::Pooled.into());
@@ -18,6 +19,7 @@ impl WeightTable {
         let queue = self.queue();
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
+        self.check_slots(batch.num_slots())?;
         drop(queue.enter()?);
         Ok(Step::new(
             queue,
@@ -73,6 +75,7 @@ impl WeightTable {
         let queue = self.queue();
         queue.check("the routing", routing.queue())?;
         queue.check("the workspace", workspace.queue())?;
+        self.check_slots(routing.num_slots())?;
         let batch = routing.capture_batch(num_tokens)?;
         let [mailbox, partials] = workspace.kept();
         let kept = vec![self.kept(), routing.kept(), mailbox, partials];
@@ -80,6 +83,12 @@ impl WeightTable {
         graph::capture(queue, kept, (raw, has_adapters), |recorded| {
             record(&mut Step::new(queue, raw, has_adapters, Some(recorded)))
         })
+    }
+
+    /// Rejects a routing for another number of slots.
+    fn check_slots(&self, routing: usize) -> Result<(), LaunchError> {
+        let table = self.capacity().num_slots;
+        if routing == table { Ok(()) } else { Err(OperandError::NumSlots { routing, table }.into()) }
     }
 
     /// What a graph keeps alive: the descriptors, and the arena that they point into.

@@ -80,6 +80,14 @@ pub enum OperandError {
         /// Distance between the beginnings of two rows, in bytes.
         stride_bytes: usize,
     },
+    /// A token's slot is not one of the table's.
+    #[error("the batch names {slot}, which is not one of the {num_slots} slots")]
+    NoSuchSlot {
+        /// The slot.
+        slot: Slot,
+        /// Slots of the routing and the table.
+        num_slots: usize,
+    },
     /// The stream belongs to another pool.
     #[error("the pool has no stream {stream:?}")]
     NoSuchStream {
@@ -126,6 +134,14 @@ pub enum OperandError {
     /// The kernels do not support the layer or the capacity.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The routing was made for tables of another number of slots.
+    #[error("the routing has {routing} slots, but the table has {table}")]
+    NumSlots {
+        /// Slots of the routing.
+        routing: usize,
+        /// Slots of the table.
+        table: usize,
+    },
     /// The table belongs to a pool, whose steps keep its adapters in their slots.
     #[error("the table belongs to an adapter pool, which alone starts steps: call `step` of the pool")]
     Pooled,

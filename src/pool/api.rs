@@ -6,7 +6,7 @@ macro_rules! adapter_pool {
         /// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads of
         /// the pool read the files.
         ///
-        /// A step is: [`prepare`](Self::prepare) its adapters, launch, drop the leases of requests that have ended, and
+        /// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have ended, and
         /// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait). [`pool`](crate::pool) has the
         /// whole story.
         $(#[$docs])*

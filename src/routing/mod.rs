@@ -14,7 +14,7 @@ pub(crate) use top_k::Weighed;
 
 #[doc(no_inline)]
 pub use crate::Slot;
-use crate::error::OperandError;
+use crate::{error::OperandError, plan::Capacity};
 
 /// The tokens of a batch grouped by slot. Segments are sorted by slot, the tokens of a segment by position. Base tokens are in no
 /// segment.
@@ -115,6 +115,14 @@ impl<'a> Batch<'a> {
     /// ```
     pub fn has_adapters(&self) -> bool {
         self.slots.iter().any(|slot| slot.index().is_some())
+    }
+
+    /// Rejects a batch of more tokens than a step may have, and one that names a slot at or above the number of slots.
+    pub(crate) fn check(&self, capacity: Capacity) -> Result<(), OperandError> {
+        OperandError::within("the batch's tokens", self.num_tokens(), capacity.max_tokens)?;
+        let num_slots = capacity.num_slots;
+        let stray = self.slots.iter().find(|slot| slot.index().is_some_and(|index| index >= num_slots));
+        stray.map_or(Ok(()), |&slot| Err(OperandError::NoSuchSlot { slot, num_slots }))
     }
 
     /// The scale of a token; 1 if no scales were set.

@@ -297,11 +297,23 @@ impl<L: Layer> Case<L> {
 }
 
 impl<T: Element, L: Layer> World<T, L> {
+    /// The batch. Its slots may be beyond the table's, which only the raw API and memory of the device accept.
     pub fn batch(&self) -> Batch<'_> {
+        self.batch_of(&self.slots)
+    }
+
+    /// A batch of these slots with the case's scales.
+    pub fn batch_of<'a>(&'a self, slots: &'a [Slot]) -> Batch<'a> {
         match &self.scales {
-            Some(scales) => Batch::new(&self.slots).with_scales(scales).unwrap(),
-            None => Batch::new(&self.slots),
+            Some(scales) => Batch::new(slots).with_scales(scales).unwrap(),
+            None => Batch::new(slots),
         }
+    }
+
+    /// The slots of the batch, with the base model's for those beyond the table's, which mean the same.
+    pub fn known_slots(&self) -> Vec<Slot> {
+        let known = |slot: &Slot| slot.index().filter(|&index| index < self.num_slots).map_or(Slot::BASE, |_| *slot);
+        self.slots.iter().map(known).collect()
     }
 
     /// The tightest bounds for a batch of `num_tokens` tokens, and at least one token and slot.

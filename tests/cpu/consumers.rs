@@ -28,7 +28,8 @@ impl Subject<Consumed> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let mut out = world.out.clone();
         let weights = table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
-        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let slots = world.known_slots();
+        let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let layer = LoraLinear::new(&weights, world.id).unwrap();
         let shrunk = layer.shrink(&mut step, matrix(&world.x, case.x())).unwrap();

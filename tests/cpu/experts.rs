@@ -211,7 +211,8 @@ impl Layer {
         let (model, id) = case.model();
         let weights = table(&model, &self.adapters, 8, case.max_rank());
         let experts = LoraExperts::new(&weights, id).unwrap();
-        let slots: Vec<Slot> = case.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+        let slot = |&slot: &i32| if slot < 8 { bytemuck::cast(slot) } else { Slot::BASE };
+        let slots: Vec<Slot> = case.slots.iter().map(slot).collect();
         let router = case.router();
         let (top_k, batch, mut workspace) = (case.top_k(router.as_deref()), Batch::new(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();

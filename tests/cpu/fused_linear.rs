@@ -37,7 +37,8 @@ impl Subject<Fused> for Cpu {
             Some((place, bias)) => layer.with_bias(&bias[..place.cols]).unwrap(),
             None => layer,
         };
-        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let slots = world.known_slots();
+        let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
         if case.accumulates {

@@ -30,7 +30,8 @@ impl Subject<Dense> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let (tokens, mut buffer) = (case.num_tokens(), world.y.clone());
         let weights = table(&world.model, T::DTYPE, world.capacity(tokens), &world.adapters);
-        let (batch, mut workspace) = (world.batch(), Workspace::default());
+        let slots = world.known_slots();
+        let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
         match world.id {
@@ -347,6 +348,21 @@ fn a_failed_load_leaves_the_slot_as_it_was() {
     weights.load(Slot::new(1), &tensor(4, 1.0).plan(&model, DType::F32).unwrap()).unwrap();
     weights.unload(Slot::new(0)).unwrap();
     assert_eq!(added(&weights), [0.0, 3.0]);
+}
+
+/// A step has no more tokens than its table is for, and their slots are those of the table. The first fault is named, as on the GPU.
+#[test]
+fn batches_beyond_the_table_are_refused() {
+    let (model, _) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
+    let weights = table(&model, DType::F32, Capacity::tokens(2).slots(3).rank(8), &[]);
+    let refused = |slots: &[Slot]| weights.step(&Batch::new(slots), &mut Workspace::default()).map(drop).err();
+    let stray = |slot| Some(OperandError::NoSuchSlot { slot, num_slots: 3 });
+    assert_eq!(refused(&[Slot::new(2), Slot::BASE]), None);
+    assert_eq!(refused(&[Slot::new(0), Slot::new(3)]), stray(Slot::new(3)));
+    assert_eq!(refused(&[Slot::new(u16::MAX), Slot::new(3)]), stray(Slot::new(u16::MAX)));
+    let too_many = Some(OperandError::Capacity { what: "the batch's tokens", got: 3, max: 2 });
+    assert_eq!(refused(&[Slot::BASE; 3]), too_many);
+    assert_eq!(refused(&[Slot::new(3); 3]), too_many);
 }
 
 /// Bounds, tolerances and tests use it: half the distance from 1 to the next larger number.

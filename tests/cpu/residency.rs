@@ -12,7 +12,7 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, AdapterError, SlotImage, Tensor},
     cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
     residency::Resident,
@@ -140,7 +140,7 @@ fn a_table_says_what_is_loaded() {
 
 #[test]
 fn slots_that_do_not_exist_are_refused() {
-    let (model, ids) = model();
+    let (model, _) = model();
     let adapter = adapter(1, 1.0);
     let image = adapter.plan(&model, DType::F32).unwrap();
     let weights = table(&model, 2, image.bytes());
@@ -156,8 +156,8 @@ fn slots_that_do_not_exist_are_refused() {
         SlotError::NoSuchSlot { slot: slot(2), num_slots: 2 }.to_string(),
         "slot 2 is not one of the table's 2 slots"
     );
-    // A token of such a slot gets no delta.
-    assert_eq!(values(&weights, &ids, &[slot(2), Slot::BASE]), [0.0; 2]);
+    let refused = weights.step(&Batch::new(&[Slot::BASE, slot(2)]), &mut Workspace::default()).unwrap_err();
+    assert_eq!(refused, OperandError::NoSuchSlot { slot: slot(2), num_slots: 2 });
 }
 
 #[test]

@@ -43,7 +43,8 @@ impl Subject<Consumed> for Safe<'_> {
         let capacity = world.capacity(tokens);
         let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let batch = routing.update(&world.batch()).unwrap();
+        let slots = world.known_slots();
+        let batch = routing.update(&world.batch_of(&slots)).unwrap();
         let [x, y, weight] = [&world.x, &world.y, &case.weight()].map(|values: &Vec<T>| self.gpu.upload(values));
         let (x_view, y_view, weight_view) = (x.view::<T>(), y.view::<T>(), weight.view::<T>());
         let mut outputs = outputs(case, &world.out).map(|(place, rows)| (place, self.gpu.upload(rows)));

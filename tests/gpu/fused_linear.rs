@@ -80,7 +80,8 @@ impl Subject<Fused> for Safe<'_> {
             None => layer,
         };
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let batch = routing.update(&world.batch()).unwrap();
+        let slots = world.known_slots();
+        let batch = routing.update(&world.batch_of(&slots)).unwrap();
         let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&world.y));
         let (x_view, mut y_view): (CudaView<'_, T>, _) = (x.view(), y.view_mut::<T>());
         let (x_matrix, y_matrix) = (matrix(&x_view, case.x()), matrix_mut(&mut y_view, case.y()));
@@ -373,7 +374,8 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
             let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
-            let batch = routing.update(&world.batch()).unwrap();
+            let slots = world.known_slots();
+            let batch = routing.update(&world.batch_of(&slots)).unwrap();
             let outs = site.out_features();
             let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&vec![bf16::NAN; tokens * outs]));
             let x_place = Place { offset: columns.start, cols: columns.len(), ..case.x() };

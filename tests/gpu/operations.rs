@@ -45,7 +45,8 @@ impl Subject<Dense> for Safe<'_> {
         let capacity = world.capacity(tokens);
         let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let batch = routing.update(&world.batch()).unwrap();
+        let slots = world.known_slots();
+        let batch = routing.update(&world.batch_of(&slots)).unwrap();
 
         let (x, mut y, ids) =
             (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&case.token_ids()));
@@ -634,7 +635,8 @@ fn offsets_are_64_bits_wide() {
         weights.load(Slot::new(slot as u16), &image).unwrap();
     }
     let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
-    let batch = routing.update(&world.batch()).unwrap();
+    let slots = world.known_slots();
+    let batch = routing.update(&world.batch_of(&slots)).unwrap();
     let layer = LoraLinear::new(&weights, id).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let x_matrix = Matrix::strided(&x, tokens, cols, STRIDE).unwrap();

@@ -60,17 +60,14 @@ fn capacities() -> impl Strategy<Value = Capacity> {
 fn calls() -> impl Strategy<Value = Call> {
     // 5 tokens, 33 in, 17 out.
     let index = prop_oneof![4 => -1..4_i32, 1 => any::<i32>()];
+    let slot = prop_oneof![30 => -1..3_i32, 1 => any::<i32>()];
     (
         any::<[bool; 3]>(),
         prop::collection::vec(1..=9_usize, 0..=3),
         [capacities(), capacities(), capacities()],
         [(); 2].map(|()| prop_oneof![20 => Just(1 << 16), 1 => 0..400_usize]),
         ([near(5 * 40), near(5), near(33), near(40)], [near(5 * 20), near(5), near(17), near(20)]),
-        (
-            prop::bool::weighted(0.9),
-            prop::collection::vec(index.clone(), 5),
-            prop::collection::vec(index.clone(), 0..=7),
-        ),
+        (prop::bool::weighted(0.9), prop::collection::vec(slot.clone(), 5), prop::collection::vec(slot, 0..=7)),
         (near(5), prop::bool::weighted(0.9), prop::collection::vec(index, 5), prop::bool::weighted(0.05)),
         (prop::bool::weighted(0.9), [1..=33_usize, 1..=17_usize]),
     )
@@ -242,6 +239,7 @@ fn experts_calls() -> impl Strategy<Value = ExpertsCall> {
     };
     let misfits = move || [misfit(), misfit(), misfit(), misfit()];
     let index = prop_oneof![4 => -1..4_i32, 1 => any::<i32>()];
+    let slot = prop_oneof![30 => -1..3_i32, 1 => any::<i32>()];
     let row = prop_oneof![4 => -1..11_i32, 1 => any::<i32>()];
     let indices = |index: BoxedStrategy<i32>, len: usize| {
         let any = prop::collection::vec(index.clone(), 0..=len + 3);
@@ -250,7 +248,7 @@ fn experts_calls() -> impl Strategy<Value = ExpertsCall> {
     let index = index.boxed();
     let made_for = ([capacities(), capacities(), capacities()], [near(5), near(2), near(3)], [near(2), near(2)]);
     let chosen = (
-        indices(index.clone(), 5),
+        indices(slot.boxed(), 5),
         indices(index, 10),
         prop::option::of(near(10)),
         prop::option::of(indices(row.boxed(), 10)),
@@ -347,6 +345,43 @@ fn no_safe_call_on_experts_faults() {
 }
 
 /// Layers of another model are refused: they would read past the table's rows.
+/// As on the CPU. A routing is for tables of as many slots as it has.
+#[test]
+#[ignore = "needs a GPU"]
+fn batches_beyond_the_table_are_refused() {
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let capacity = Capacity::tokens(2).slots(3).rank(4);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut routing = Routing::new(queue, capacity, 8).unwrap();
+    let mut refused = |slots: &[Slot]| match routing.update(&Batch::new(slots)) {
+        Ok(batch) => weights.step(&batch, &mut workspace).map(drop).err(),
+        Err(error) => Some(error),
+    };
+    let is = |error: Option<LaunchError>, expected: OperandError| match error {
+        Some(LaunchError::Operand(error)) => assert_eq!(error, expected),
+        other => panic!("{other:?} instead of {expected}"),
+    };
+    assert!(refused(&[Slot::new(2), Slot::BASE]).is_none());
+    is(refused(&[Slot::new(0), Slot::new(3)]), OperandError::NoSuchSlot { slot: Slot::new(3), num_slots: 3 });
+    let too_many = OperandError::Capacity { what: "the batch's tokens", got: 3, max: 2 };
+    is(refused(&[Slot::BASE; 3]), too_many.clone());
+    is(refused(&[Slot::new(3); 3]), too_many);
+
+    for slots in [2, 4] {
+        let mut other = Routing::new(queue, capacity.slots(slots), 1).unwrap();
+        let differ = OperandError::NumSlots { routing: slots, table: 3 };
+        let captured = weights.capture::<LaunchError>(&other, 1, &mut workspace, |_| Ok(()));
+        is(captured.err(), differ.clone());
+        let batch = other.update(&Batch::new(&[Slot::new(0)])).unwrap();
+        is(weights.step(&batch, &mut workspace).err(), differ);
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn weights_of_another_model_are_refused() {

@@ -13,7 +13,7 @@ use aril::{
 use crate::{
     common::adapters::Lora,
     layout::{Layout, check_all},
-    numbers::{TOKENS, adapter, delta, integers, module, module_of_rank, table},
+    numbers::{RANK, TOKENS, adapter, delta, integers, module, module_of_rank, table},
 };
 
 /// The first two tokens have adapters of different ranks.
@@ -214,9 +214,9 @@ fn operands_that_do_not_fit_are_refused() {
     let id = spec.linear(Linear::new("layer", Parallel::Column, 8).slice("m", 8).slice("n", 8)).unwrap();
     let other = spec.linear(Linear::new("", Parallel::Replicated, 8).slice("other", 8)).unwrap();
     let model = fully_sharded(&spec, 1, 2).unwrap();
-    let weights = table(&model, &[adapter(&[module_of_rank(5, ModuleKind::Linear, "layer.m", 8, 8)])]);
-    let foreign =
-        table(&fully_sharded(&spec, 0, 2).unwrap(), &[adapter(&[module(ModuleKind::Linear, "layer.m", 8, 8)])]);
+    let both = |rank| [(); 2].map(|()| adapter(&[module_of_rank(rank, ModuleKind::Linear, "layer.m", 8, 8)]));
+    let weights = table(&model, &both(5));
+    let foreign = table(&fully_sharded(&spec, 0, 2).unwrap(), &both(RANK));
     let layer = FullyShardedLinear::new(&weights, id).unwrap();
     assert_eq!(FullyShardedLinear::new(&weights, other).unwrap_err(), PlanError::NotFullySharded);
     // Two slices of three ranks each are sent, and those of two ranks are received.

@@ -96,7 +96,8 @@ impl Routing {
         Ok(Self { kernels: kernels.clone(), capacity, staged, routing, staging, next: 0 })
     }
 
-    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
+    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits. A slot at or above the
+    /// capacity's is the base model.
     ///
     /// # Errors
     /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`OperandError::Capacity`] if the batch is too large. Nothing
