@@ -214,6 +214,14 @@ impl<B> Blocks<B> {
         self.all.get(index)?.as_ref().map(|(info, _)| *info)
     }
 
+    /// The sum of the largest ranks of the distinct adapters in these slots.
+    pub(crate) fn ranks(&self, slots: &[Slot]) -> usize {
+        let mut ranks: Vec<usize> =
+            self.all.iter().map(|block| block.as_ref().map_or(0, |(info, _)| info.max_rank)).collect();
+        let rank = |slot: &Slot| slot.index().and_then(|index| ranks.get_mut(index)).map_or(0, std::mem::take);
+        slots.iter().map(rank).sum()
+    }
+
     pub(crate) fn infos(&self) -> Vec<SlotInfo> {
         self.all.iter().flatten().map(|(info, _)| *info).collect()
     }

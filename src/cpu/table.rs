@@ -145,6 +145,12 @@ impl WeightTable {
         self.slots.lock().infos()
     }
 
+    /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
+    /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
+    pub fn ranks(&self, batch: &Batch<'_>) -> usize {
+        self.slots.lock().ranks(batch.slots())
+    }
+
     /// Memory use of the arena.
     pub fn usage(&self) -> Usage {
         self.shared.arena.usage()

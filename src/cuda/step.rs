@@ -1,10 +1,14 @@
+#![expect(unsafe_code, reason = "copies between operands")]
+
 use std::{
     marker::PhantomData,
     sync::{Arc, Mutex, PoisonError},
 };
 
-use super::{LaunchError, Queue, grouping::Groups, raw, region::Kept};
-use crate::gate::Entered;
+use cudarc::driver::{DeviceRepr, result};
+
+use super::{LaunchError, Queue, View, ViewMut, grouping::Groups, raw, region::Kept};
+use crate::{error::OperandError, gate::Entered};
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
 ///
@@ -65,6 +69,33 @@ impl<'a> Step<'a> {
     /// The queue of the operations.
     pub fn queue(&self) -> &Queue {
         &self.queue
+    }
+
+    /// Enqueues a copy of `from` to the start of `to`. A captured step records it, and keeps both. Never waits.
+    ///
+    /// # Errors
+    /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another context or (for
+    /// buffers) another stream, or is borrowed and the step is captured. Nothing was enqueued.
+    pub fn copy<'f, 't, T: DeviceRepr + Send + Sync + 'static>(
+        &mut self,
+        from: impl Into<View<'f, T>>,
+        to: impl Into<ViewMut<'t, T>>,
+    ) -> Result<(), LaunchError> {
+        let (from, mut to) = (from.into(), to.into());
+        OperandError::within("the copy's elements", from.len(), to.len())?;
+        from.check("from", self)?;
+        to.check("to", self)?;
+        let _entered = self.enter()?;
+        self.keep([from.kept(), to.kept()]);
+        let (queue, bytes) = (&self.queue, from.len() * size_of::<T>());
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (source, _source_guard) = from.on(queue);
+        let (target, _target_guard) = to.on(queue);
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Buffers are used and
+        // freed in stream order, and kept by graphs; guards order the other operands.
+        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, queue.stream().cu_stream()) }?)
     }
 
     /// The step in the raw API, for further operations there. A captured step does not keep their operands alive. Those of another step

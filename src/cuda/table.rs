@@ -23,6 +23,7 @@ use crate::{
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     pool::PoolError,
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
+    routing::Batch,
 };
 
 /// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into it. Clones
@@ -296,6 +297,12 @@ impl WeightTable {
     /// The contents of all loaded slots, by slot.
     pub fn loaded(&self) -> Vec<SlotInfo> {
         self.shared.slots.lock().infos()
+    }
+
+    /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
+    /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
+    pub fn ranks(&self, batch: &Batch<'_>) -> usize {
+        self.shared.slots.lock().ranks(batch.slots())
     }
 
     /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.

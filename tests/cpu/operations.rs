@@ -365,6 +365,24 @@ fn batches_beyond_the_table_are_refused() {
     assert_eq!(refused(&[Slot::new(3); 3]), too_many);
 }
 
+#[test]
+fn ranks_are_those_of_distinct_adapters() {
+    let (model, _) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
+    let capacity = Capacity::tokens(8).slots(4).rank(8);
+    let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 16).unwrap();
+    for (slot, rank) in [(0, 3), (2, 5)] {
+        let tensor = |shape: [usize; 2]| Tensor::new(DType::F32, shape, vec![0; shape[0] * shape[1] * 4]).unwrap();
+        let tensors = [("m.q.lora_A.weight", tensor([rank, 2])), ("m.q.lora_B.weight", tensor([4, rank]))];
+        let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
+        let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap();
+        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+    }
+    let [first, empty, third] = [0, 1, 2].map(Slot::new);
+    let ranks = |slots: &[Slot]| weights.ranks(&Batch::new(slots));
+    assert_eq!((ranks(&[]), ranks(&[Slot::BASE, empty, Slot::new(9)]), ranks(&[first, first])), (0, 0, 3));
+    assert_eq!(ranks(&[third, first, Slot::BASE, third, empty, first]), 8);
+}
+
 /// Bounds, tolerances and tests use it: half the distance from 1 to the next larger number.
 #[test]
 fn unit_roundoffs_are_those_of_the_formats() {

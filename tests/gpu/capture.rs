@@ -420,6 +420,46 @@ fn a_graph_without_adapters_serves_no_other_batch() {
     assert_eq!(read(&out), captured);
 }
 
+/// A copy is an operation of a step: a graph records it, keeps both operands, and runs it between the others.
+#[test]
+#[ignore = "needs a GPU"]
+fn copies_of_a_step_are_captured() {
+    const LEN: usize = TOKENS * 64;
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let queue = &gpu.queue;
+    let [mut residual, mut copy] = [(); 2].map(|()| Buffer::<f32>::zeros(queue, LEN + 1).unwrap());
+    residual.write(&[7.0; LEN + 1]).unwrap();
+    let slice = gpu.stream.clone_htod(&[1.0_f32; LEN]).unwrap();
+    let mut graph = weights
+        .capture(routing, TOKENS, workspace, |step| -> Result<(), LaunchError> {
+            let error = step.copy(&slice, y.slice_mut(0..LEN)).unwrap_err();
+            assert!(matches!(error, LaunchError::NotKept { operand: "from" }), "{error}");
+            let error = step.copy(&residual, y.slice_mut(0..LEN)).unwrap_err();
+            assert!(matches!(error, LaunchError::Operand(OperandError::Capacity { max: LEN, .. })), "{error}");
+            step.copy(residual.slice(0..LEN), y.slice_mut(0..LEN))?;
+            add_deltas(layers, 64, step, x, y)?;
+            step.copy(y.slice(0..LEN), &mut copy)
+        })
+        .unwrap();
+    drop(residual);
+    let others: Vec<_> = (0..32).map(|_| Buffer::<f32>::zeros(queue, LEN + 1).unwrap()).collect();
+    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut step = weights.step(&batch, workspace).unwrap();
+    let mut got = vec![f32::NAN; LEN + 1];
+    for _ in 0..2 {
+        graph.replay(&mut step).unwrap();
+        copy.read(&mut got).unwrap();
+        assert!(got[..LEN].iter().all(|&value| value == 11.0) && got[LEN] == 0.0, "{got:?}");
+    }
+    drop(others);
+
+    let mut taken = gpu.stream.clone_htod(&[0.0_f32; LEN]).unwrap();
+    step.copy(copy.slice(0..LEN), &mut taken).unwrap();
+    assert_eq!(gpu.stream.clone_dtoh(&taken).unwrap(), [11.0; LEN]);
+}
+
 /// Borrowed memory is refused by the operand's name, because a graph could not keep it alive.
 #[test]
 #[ignore = "needs a GPU"]
