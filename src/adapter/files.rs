@@ -267,7 +267,8 @@ fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata),
     if header.len() as u64 != header_len {
         return Err(malformed(SafeTensorError::InvalidHeaderLength));
     }
-    let metadata: Metadata = serde_json::from_slice(header)
+    let header = str::from_utf8(header).map_err(|source| malformed(SafeTensorError::InvalidHeader(source)))?;
+    let metadata: Metadata = serde_json::from_str(header)
         .map_err(|error| malformed(SafeTensorError::InvalidHeaderDeserialization(error)))?;
     if (bytes.len() as u64).checked_add(metadata.data_len() as u64) != Some(len) {
         return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
