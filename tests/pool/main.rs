@@ -7,11 +7,14 @@
 )]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
+mod any_calls;
 #[path = "../common/mod.rs"]
 mod common;
 mod failures;
 mod ids;
 mod leases;
+#[path = "../model/mod.rs"]
+mod model;
 mod residency;
 mod setup;
 mod simulated;

@@ -1,0 +1,685 @@
+//! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a step is.
+//!
+//! A plain table, an adapter pool with two streams and the pool of a group of one rank are driven together. All of them have the same
+//! model, whose adapters add a number to every output. A [`Device`] is one of them on a backend; [`Broken`] breaks one promise of it at a
+//! time, to show that the model sees it.
+#![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, SlotImage, Tensor},
+    error::{LoadError, OperandError, SlotError},
+    group::GroupError,
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    pool::{AdapterId, Lease, PoolError, Source},
+    residency::Resident,
+};
+use proptest::prelude::*;
+
+pub const FEATURES: usize = 256;
+/// Slots of each table.
+pub const SLOTS: usize = 3;
+pub const STREAMS: usize = 2;
+/// Adapters that a pool's host tier holds, and the most that are registered.
+pub const ADAPTERS: usize = 8;
+const MAX_TOKENS: usize = 6;
+const MAX_RANK: usize = 8;
+/// Size of an adapter: A and B are padded to 8 ranks.
+pub const BYTES: usize = 2 * 8 * FEATURES * size_of::<f32>();
+
+pub fn capacity() -> Capacity {
+    Capacity::tokens(MAX_TOKENS).slots(SLOTS).rank(MAX_RANK)
+}
+
+pub fn spec() -> (Model, LinearId) {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    (spec.shard(TpRank::SINGLE).unwrap(), id)
+}
+
+/// Weights, or a panic of whoever reads them.
+struct Weights(Vec<u8>, bool);
+
+impl AsRef<[u8]> for Weights {
+    fn as_ref(&self) -> &[u8] {
+        assert!(!self.1 || std::thread::current().name().is_none_or(|name| !name.starts_with("aril-")), "on purpose");
+        &self.0
+    }
+}
+
+/// An adapter that adds `value` where x is ones.
+fn adapter(rank: usize, value: f32, panics: bool) -> Adapter {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let bytes = bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec();
+        Tensor::new(DType::F32, shape, Weights(bytes, panics)).unwrap()
+    };
+    let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value / (rank * FEATURES) as f32));
+    let tensors = [("m.q.lora_A.weight".to_owned(), a), ("m.q.lora_B.weight".to_owned(), b)];
+    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors).unwrap()
+}
+
+/// The tables.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Table {
+    Plain,
+    /// Of the pool's first stream.
+    Pool,
+    Group,
+}
+
+/// What starts a step.
+#[derive(Clone, Copy, Debug)]
+pub enum Of {
+    Table(Table),
+    Pool(usize),
+    Group,
+}
+
+/// A plain table, a pool and a group's pool on a backend.
+pub trait Device {
+    fn model(&self) -> &Model;
+    /// Loads; with `panics`, the callback for the progress panics.
+    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError>;
+    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError>;
+    /// Whether the plain table still has all of these.
+    fn check(&self, residents: &[Resident]) -> Result<(), SlotError>;
+    /// The bytes that the plain table's arena counts, and those of its slots.
+    fn used(&self) -> [usize; 2];
+    /// What a step adds to each row.
+    fn step(&mut self, of: Of, slots: &[Slot]) -> Result<Vec<f32>, OperandError>;
+    /// A step of the plain table while another thread loads.
+    fn step_beside(
+        &mut self,
+        slots: &[Slot],
+        to: Slot,
+        image: &SlotImage<'_>,
+    ) -> (Vec<f32>, Result<Resident, LoadError>);
+    fn register(&mut self, source: Source) -> AdapterId;
+    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
+    /// Leases an adapter, once copies have ended and it has been read.
+    fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError>;
+    fn commit(&mut self, stream: usize);
+    /// Leases that the pool knows of.
+    fn leases(&mut self) -> usize;
+    /// The bytes that the pool still has on the device and in host memory when all work has ended.
+    fn left(&mut self) -> [usize; 2];
+    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError>;
+    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError>;
+    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError>;
+}
+
+/// What is loaded.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Image {
+    Good,
+    OtherModel,
+    OtherType,
+    LargeRank,
+    NotFinite,
+    /// The callback for the progress panics.
+    Panics,
+}
+
+/// The slot of a row.
+#[derive(Clone, Copy, Debug)]
+pub enum Row {
+    Base,
+    /// Any, also beyond the table.
+    Slot(u16),
+    /// That of a lease, which may have ended.
+    Lease(usize),
+}
+
+#[derive(Clone, Debug)]
+pub enum Call {
+    Load(Table, u16, Image),
+    LoadBeside(u16, Vec<Row>),
+    Unload(Table, u16),
+    Register {
+        panics: bool,
+    },
+    Unregister(usize),
+    Acquire(usize, usize),
+    /// On this thread or on another.
+    DropLease(usize, bool),
+    Commit(usize),
+    AcquireInGroup(u64),
+    ReleaseInGroup(u64),
+    RemoveFromGroup(u64),
+    Step(Of, Vec<Row>),
+}
+
+pub fn calls(most: usize) -> impl Strategy<Value = Vec<Call>> {
+    let table = || prop_oneof![4 => Just(Table::Plain), 1 => Just(Table::Pool), 1 => Just(Table::Group)];
+    let image = prop_oneof![
+        8 => Just(Image::Good),
+        1 => Just(Image::OtherModel),
+        1 => Just(Image::OtherType),
+        1 => Just(Image::LargeRank),
+        1 => Just(Image::NotFinite),
+        2 => Just(Image::Panics),
+    ];
+    let slot = || 0..SLOTS as u16 + 1;
+    let row = prop_oneof![
+        1 => Just(Row::Base),
+        3 => (0..SLOTS as u16 + 2).prop_map(Row::Slot),
+        4 => (0..20_usize).prop_map(Row::Lease),
+    ];
+    let rows = || prop::collection::vec(row.clone(), 0..=MAX_TOKENS + 1);
+    let of = prop_oneof![
+        2 => table().prop_map(Of::Table),
+        4 => (0..STREAMS).prop_map(Of::Pool),
+        2 => Just(Of::Group),
+    ];
+    let version = || 0..5_u64;
+    let call = prop_oneof![
+        4 => (table(), slot(), image).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
+        1 => (slot(), rows()).prop_map(|(slot, rows)| Call::LoadBeside(slot, rows)),
+        2 => (table(), slot()).prop_map(|(table, slot)| Call::Unload(table, slot)),
+        3 => prop::bool::weighted(0.1).prop_map(|panics| Call::Register { panics }),
+        1 => (0..20_usize).prop_map(Call::Unregister),
+        6 => (0..20_usize, 0..STREAMS).prop_map(|(id, stream)| Call::Acquire(id, stream)),
+        4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
+        4 => (0..STREAMS).prop_map(Call::Commit),
+        3 => version().prop_map(Call::AcquireInGroup),
+        3 => version().prop_map(Call::ReleaseInGroup),
+        1 => version().prop_map(Call::RemoveFromGroup),
+        10 => (of, rows()).prop_map(|(of, rows)| Call::Step(of, rows)),
+    ];
+    prop::collection::vec(call, 1..most)
+}
+
+/// An adapter of the pool.
+struct Registered {
+    id: AdapterId,
+    value: f32,
+    panics: bool,
+    is_gone: bool,
+    /// Streams that it was leased for since it was idle, and those that have not committed since its last lease ended.
+    streams: BTreeSet<usize>,
+    waits_for: BTreeSet<usize>,
+}
+
+/// A lease, and what it stands for.
+struct Held {
+    adapter: usize,
+    slot: Slot,
+    stream: usize,
+    /// `None` once it has ended. Steps may follow until the next commit of its stream.
+    lease: Option<Lease>,
+}
+
+/// A version that the group's pool has loaded, and its leases.
+struct Loaded {
+    version: u64,
+    slot: Slot,
+    leases: usize,
+}
+
+/// What must be true of a device after some calls.
+pub struct Expected<D> {
+    device: D,
+    other: (Model, Adapter),
+    /// The next adapter adds this number.
+    next: f32,
+    plain: [Option<(Resident, f32)>; SLOTS],
+    outdated: Vec<Resident>,
+    adapters: Vec<Registered>,
+    held: Vec<Held>,
+    /// From the least recently used one on.
+    group: Vec<Loaded>,
+}
+
+type Outcome = Result<(), String>;
+
+/// Fails with a text unless the result matches.
+macro_rules! expect {
+    ($is_right:expr, $($text:tt)+) => {
+        if !$is_right {
+            return Err(format!($($text)+));
+        }
+    };
+}
+
+impl<D: Device> Expected<D> {
+    pub fn new(device: D) -> Self {
+        let other = (spec().0, adapter(8, 1.0, false));
+        let plain = [const { None }; SLOTS];
+        let (outdated, adapters, held, group) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { device, other, next: 1.0, plain, outdated, adapters, held, group }
+    }
+
+    /// Makes the calls, each of which must end as it should, and then lets everything end.
+    pub fn run(mut self, calls: &[Call]) -> Outcome {
+        for call in calls {
+            self.call(call).and_then(|()| self.check()).map_err(|wrong| format!("{call:?}: {wrong}"))?;
+        }
+        self.finish()
+    }
+
+    fn number(&mut self) -> f32 {
+        self.next += 1.0;
+        self.next
+    }
+
+    fn call(&mut self, call: &Call) -> Outcome {
+        match *call {
+            Call::Load(table, slot, image) => self.load(table, Slot::new(slot), image),
+            Call::LoadBeside(slot, ref rows) => self.load_beside(Slot::new(slot % SLOTS as u16), rows),
+            Call::Unload(table, slot) => {
+                let result = self.device.unload(table, Slot::new(slot));
+                let index = usize::from(slot);
+                match (table, index < SLOTS) {
+                    (Table::Plain, true) => {
+                        expect!(result.is_ok(), "{result:?}");
+                        self.outdated.extend(self.plain[index].take().map(|(resident, _)| resident));
+                    }
+                    (Table::Plain, false) => {
+                        expect!(matches!(result, Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))), "{result:?}");
+                    }
+                    _ => expect!(matches!(result, Err(LoadError::Slot(SlotError::Pooled))), "{result:?}"),
+                }
+                Ok(())
+            }
+            Call::Register { panics } => {
+                if self.adapters.iter().filter(|adapter| !adapter.is_gone).count() < ADAPTERS {
+                    let value = self.number();
+                    let adapter = Arc::new(adapter(8, value, panics));
+                    let source = Source::memory(adapter, self.device.model(), DType::F32).unwrap();
+                    let (id, streams, waits_for) = (self.device.register(source), BTreeSet::new(), BTreeSet::new());
+                    self.adapters.push(Registered { id, value, panics, is_gone: false, streams, waits_for });
+                }
+                Ok(())
+            }
+            Call::Unregister(index) => {
+                let Some(index) = of(index, self.adapters.len()) else { return Ok(()) };
+                let result = self.device.unregister(self.adapters[index].id);
+                let was_gone = std::mem::replace(&mut self.adapters[index].is_gone, true);
+                expect!(matches!(result, Err(PoolError::Unknown { .. })) == was_gone, "{result:?}");
+                expect!(result.is_ok() != was_gone, "{result:?}");
+                Ok(())
+            }
+            Call::Acquire(index, stream) => self.acquire(index, stream),
+            Call::DropLease(index, elsewhere) => {
+                let mut leased: Vec<_> = self.held.iter_mut().filter(|held| held.lease.is_some()).collect();
+                let Some(index) = of(index, leased.len()) else { return Ok(()) };
+                let (lease, adapter) = (leased[index].lease.take(), leased[index].adapter);
+                if elsewhere {
+                    std::thread::spawn(move || drop(lease)).join().map_err(|_| "the drop of a lease panicked")?;
+                } else {
+                    drop(lease);
+                }
+                if !self.is_leased(adapter) {
+                    let adapter = &mut self.adapters[adapter];
+                    adapter.waits_for = adapter.streams.clone();
+                }
+                Ok(())
+            }
+            Call::Commit(stream) => {
+                self.device.commit(stream);
+                self.held.retain(|held| held.lease.is_some() || held.stream != stream);
+                self.adapters.iter_mut().for_each(|adapter| adapter.waits_for.retain(|&other| other != stream));
+                Ok(())
+            }
+            Call::AcquireInGroup(version) => self.acquire_in_group(version),
+            Call::ReleaseInGroup(version) => {
+                let result = self.device.release_in_group(version);
+                let loaded = self.group.iter_mut().find(|loaded| loaded.version == version && loaded.leases > 0);
+                match loaded {
+                    Some(loaded) => loaded.leases -= 1,
+                    None => {
+                        expect!(matches!(result, Err(GroupError::NotLeased { .. })), "{result:?}");
+                        return Ok(());
+                    }
+                }
+                expect!(result.is_ok(), "{result:?}");
+                Ok(())
+            }
+            Call::RemoveFromGroup(version) => {
+                let result = self.device.remove_from_group(version);
+                if self.group.iter().any(|loaded| loaded.version == version && loaded.leases > 0) {
+                    expect!(matches!(result, Err(GroupError::Leased { .. })), "{result:?}");
+                } else {
+                    expect!(result.is_ok(), "{result:?}");
+                    self.group.retain(|loaded| loaded.version != version);
+                }
+                Ok(())
+            }
+            Call::Step(of, ref rows) => self.step(of, rows),
+        }
+    }
+
+    fn load(&mut self, table: Table, slot: Slot, image: Image) -> Outcome {
+        let value = self.number();
+        let adapter = match image {
+            Image::LargeRank => adapter(2 * MAX_RANK, value, false),
+            Image::NotFinite => adapter(8, f32::INFINITY, false),
+            _ => adapter(8, value, false),
+        };
+        let model = self.device.model().clone();
+        let planned = match image {
+            Image::OtherModel => self.other.1.plan(&self.other.0, DType::F32),
+            Image::OtherType => adapter.plan(&model, DType::BF16),
+            _ => adapter.plan(&model, DType::F32),
+        };
+        let result = self.device.load(table, slot, &planned.unwrap(), image == Image::Panics);
+        let place = slot.index().and_then(|index| self.plain.get_mut(index)).filter(|_| table == Table::Plain);
+        match (place, image) {
+            (Some(place), Image::Good) => {
+                let resident = result.map_err(|error| format!("{error:?}"))?;
+                self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
+                return Ok(());
+            }
+            (Some(_), Image::Panics) => expect!(matches!(result, Err(LoadError::Panicked { .. })), "{result:?}"),
+            (Some(_), Image::NotFinite) => expect!(matches!(result, Err(LoadError::Adapter(_))), "{result:?}"),
+            // Several reasons, of which any is named.
+            _ => expect!(matches!(result, Err(LoadError::Slot(_))), "{result:?}"),
+        }
+        Ok(())
+    }
+
+    /// Each row of the slot has the old adapter or the new one; all of them the same.
+    fn load_beside(&mut self, slot: Slot, rows: &[Row]) -> Outcome {
+        let slots: Vec<_> = self.slots(rows).into_iter().take(MAX_TOKENS).collect();
+        if slots.iter().any(|slot| slot.index().is_some_and(|index| index >= SLOTS)) {
+            return Ok(());
+        }
+        let old = self.values(&slots);
+        let value = self.number();
+        let adapter = adapter(8, value, false);
+        let model = self.device.model().clone();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        let (added, result) = self.device.step_beside(&slots, slot, &image);
+        let place = &mut self.plain[slot.index().unwrap()];
+        let resident = result.map_err(|error| format!("{error:?}"))?;
+        self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
+        let new = self.values(&slots);
+        expect!(added == old || added == new, "{added:?} is neither {old:?} nor {new:?}");
+        Ok(())
+    }
+
+    fn acquire(&mut self, index: usize, stream: usize) -> Outcome {
+        let Some(index) = of(index, self.adapters.len()) else { return Ok(()) };
+        let is_busy: Vec<_> = (0..self.adapters.len()).map(|adapter| self.is_busy(adapter)).collect();
+        let result = self.device.acquire(self.adapters[index].id, stream);
+        let adapter = &self.adapters[index];
+        let others = is_busy.iter().enumerate().filter(|&(other, is_busy)| other != index && *is_busy).count();
+        if adapter.is_gone {
+            expect!(matches!(result, Err(PoolError::Unknown { .. })), "{result:?}");
+        } else if adapter.panics {
+            let is_full = matches!(result, Err(PoolError::Full)) && others == SLOTS;
+            expect!(is_full || matches!(result, Err(PoolError::Failed { .. })), "{result:?}");
+        } else if !is_busy[index] && others == SLOTS {
+            expect!(matches!(result, Err(PoolError::Full)), "{result:?}");
+        } else {
+            let lease = result.map_err(|error| format!("{error:?}"))?;
+            let is_own = |held: &Held| (held.adapter == index) == (held.slot == lease.slot());
+            expect!(self.held.iter().all(is_own), "{} is that of another adapter", lease.slot());
+            let adapter = &mut self.adapters[index];
+            if !is_busy[index] {
+                adapter.streams.clear();
+            }
+            adapter.streams.insert(stream);
+            self.held.push(Held { adapter: index, slot: lease.slot(), stream, lease: Some(lease) });
+        }
+        Ok(())
+    }
+
+    fn acquire_in_group(&mut self, version: u64) -> Outcome {
+        let model = self.device.model().clone();
+        let source = Source::memory(Arc::new(adapter(8, 1000.0 + version as f32, false)), &model, DType::F32).unwrap();
+        let result = self.device.acquire_in_group(version, &source);
+        let there = self.group.iter().position(|loaded| loaded.version == version);
+        let victim = self.group.iter().position(|loaded| loaded.leases == 0);
+        let (leases, before) = match (there, victim) {
+            (Some(there), _) => {
+                let loaded = self.group.remove(there);
+                (loaded.leases, Some(loaded.slot))
+            }
+            _ if self.group.len() < SLOTS => (0, None),
+            (None, Some(victim)) => (0, Some(self.group.remove(victim).slot)),
+            (None, None) => {
+                expect!(matches!(result, Err(GroupError::NoFreeSlot)), "{result:?}");
+                return Ok(());
+            }
+        };
+        let slot = result.map_err(|error| format!("{error:?}"))?;
+        expect!(before.is_none_or(|before| before == slot), "{slot} instead of {before:?}");
+        expect!(self.group.iter().all(|loaded| loaded.slot != slot), "{slot} is in use");
+        self.group.push(Loaded { version, slot, leases: leases + 1 });
+        Ok(())
+    }
+
+    fn step(&mut self, of: Of, rows: &[Row]) -> Outcome {
+        let slots = self.slots(rows);
+        let result = self.device.step(of, &slots);
+        let of_lease = |stream: usize, slot: Slot| {
+            let held = self.held.iter().find(|held| (held.stream, held.slot) == (stream, slot));
+            held.map(|held| self.adapters[held.adapter].value)
+        };
+        let of_group = |slot: Slot| {
+            let loaded = self.group.iter().find(|loaded| loaded.slot == slot && loaded.leases > 0);
+            loaded.map(|loaded| 1000.0 + loaded.version as f32)
+        };
+        // What each row is; `None` where the step is refused for it.
+        let rows: Vec<Option<f32>> = slots
+            .iter()
+            .map(|&slot| match (slot.index(), of) {
+                (None, _) => Some(0.0),
+                (Some(index), _) if index >= SLOTS => None,
+                (Some(index), Of::Table(_)) => Some(self.plain[index].map_or(0.0, |(_, value)| value)),
+                (_, Of::Pool(stream)) => of_lease(stream, slot),
+                (_, Of::Group) => of_group(slot),
+            })
+            .collect();
+        let is_pooled = matches!(of, Of::Table(Table::Pool | Table::Group));
+        match rows.into_iter().collect::<Option<Vec<_>>>() {
+            _ if is_pooled => expect!(result.is_err(), "a pool's table starts a step: {result:?}"),
+            None => expect!(result.is_err(), "{slots:?}, of which a slot may not be used: {result:?}"),
+            Some(_) if slots.len() > MAX_TOKENS => {
+                expect!(matches!(result, Err(OperandError::Capacity { .. })), "{result:?}");
+            }
+            Some(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
+        }
+        Ok(())
+    }
+
+    fn slots(&self, rows: &[Row]) -> Vec<Slot> {
+        let slot = |row: &Row| match *row {
+            Row::Base => Slot::BASE,
+            Row::Slot(slot) => Slot::new(slot),
+            Row::Lease(index) => of(index, self.held.len()).map_or(Slot::BASE, |index| self.held[index].slot),
+        };
+        rows.iter().map(slot).collect()
+    }
+
+    /// What the plain table adds.
+    fn values(&self, slots: &[Slot]) -> Vec<f32> {
+        let value = |slot: &Slot| slot.index().and_then(|index| self.plain[index]).map_or(0.0, |(_, value)| value);
+        slots.iter().map(value).collect()
+    }
+
+    fn is_leased(&self, adapter: usize) -> bool {
+        self.held.iter().any(|held| held.adapter == adapter && held.lease.is_some())
+    }
+
+    /// Whether an adapter's slot may not be overwritten.
+    fn is_busy(&self, adapter: usize) -> bool {
+        self.is_leased(adapter) || !self.adapters[adapter].waits_for.is_empty()
+    }
+
+    fn check(&mut self) -> Outcome {
+        let residents: Vec<_> = self.plain.iter().flatten().map(|(resident, _)| *resident).collect();
+        expect!(self.device.check(&residents).is_ok(), "a resident is gone");
+        let stale = self.outdated.iter().find(|resident| self.device.check(&[**resident]).is_ok());
+        expect!(stale.is_none(), "{stale:?} is still there");
+        let [used, loaded] = self.device.used();
+        expect!((used, loaded) == (residents.len() * BYTES, used), "{used} bytes, of which {loaded} are loaded");
+        Ok(())
+    }
+
+    /// Ends all leases, and then no memory is in use.
+    fn finish(mut self) -> Outcome {
+        let leases = self.held.iter().filter(|held| held.lease.is_some()).count();
+        let known = self.device.leases();
+        expect!(known == leases, "{known} leases of {leases}");
+        self.held.clear();
+        for adapter in self.adapters.iter().filter(|adapter| !adapter.is_gone) {
+            self.device.unregister(adapter.id).map_err(|error| error.to_string())?;
+        }
+        (0..STREAMS).for_each(|stream| self.device.commit(stream));
+        let left = self.device.left();
+        expect!(left == [0; 2], "{left:?} are left");
+        Ok(())
+    }
+}
+
+/// An index into a list of this length.
+fn of(index: usize, len: usize) -> Option<usize> {
+    (len > 0).then(|| index % len)
+}
+
+/// A promise of the API.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Promise {
+    /// A step refuses what it may not use.
+    RefusesSteps,
+    /// A row is its own token's.
+    OwnRow,
+    /// An adapter that was replaced or unloaded is gone.
+    Unloads,
+    /// A load that panics or fails changes nothing.
+    LoadsWhole,
+    /// A pool's table belongs to the pool.
+    Owner,
+    /// A lease keeps its slot on every stream until that stream commits.
+    EveryStream,
+    /// An adapter that is unregistered cannot be leased again.
+    Unregisters,
+    /// A lease of a group's adapter keeps it.
+    KeepsInGroup,
+}
+
+pub const PROMISES: [Promise; 8] = [
+    Promise::RefusesSteps,
+    Promise::OwnRow,
+    Promise::Unloads,
+    Promise::LoadsWhole,
+    Promise::Owner,
+    Promise::EveryStream,
+    Promise::Unregisters,
+    Promise::KeepsInGroup,
+];
+
+/// A device that breaks a promise.
+pub struct Broken<D> {
+    pub device: D,
+    pub promise: Promise,
+}
+
+impl<D: Device> Broken<D> {
+    fn breaks(&self, promise: Promise) -> bool {
+        self.promise == promise
+    }
+}
+
+impl<D: Device> Device for Broken<D> {
+    fn model(&self) -> &Model {
+        self.device.model()
+    }
+
+    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError> {
+        let to = if self.breaks(Promise::Owner) { Table::Plain } else { to };
+        let result = self.device.load(to, slot, image, panics);
+        if result.is_err() && self.breaks(Promise::LoadsWhole) {
+            // The slot is emptied, or there is none.
+            let _ = self.device.unload(to, slot);
+        }
+        result
+    }
+
+    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError> {
+        if self.breaks(Promise::Unloads) && from == Table::Plain && slot.index().is_some_and(|index| index < SLOTS) {
+            return Ok(());
+        }
+        self.device.unload(from, slot)
+    }
+
+    fn check(&self, residents: &[Resident]) -> Result<(), SlotError> {
+        self.device.check(residents)
+    }
+
+    fn used(&self) -> [usize; 2] {
+        self.device.used()
+    }
+
+    fn step(&mut self, of: Of, slots: &[Slot]) -> Result<Vec<f32>, OperandError> {
+        let result = self.device.step(of, slots);
+        match result {
+            Err(_) if self.breaks(Promise::RefusesSteps) => Ok(vec![0.0; slots.len()]),
+            Ok(mut added) if self.breaks(Promise::OwnRow) => {
+                added.reverse();
+                Ok(added)
+            }
+            result => result,
+        }
+    }
+
+    fn step_beside(
+        &mut self,
+        slots: &[Slot],
+        to: Slot,
+        image: &SlotImage<'_>,
+    ) -> (Vec<f32>, Result<Resident, LoadError>) {
+        self.device.step_beside(slots, to, image)
+    }
+
+    fn register(&mut self, source: Source) -> AdapterId {
+        self.device.register(source)
+    }
+
+    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        if self.breaks(Promise::Unregisters) {
+            return Ok(());
+        }
+        self.device.unregister(id)
+    }
+
+    fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError> {
+        self.device.acquire(id, stream)
+    }
+
+    fn commit(&mut self, stream: usize) {
+        if self.breaks(Promise::EveryStream) {
+            (0..STREAMS).for_each(|stream| self.device.commit(stream));
+        }
+        self.device.commit(stream);
+    }
+
+    fn leases(&mut self) -> usize {
+        self.device.leases()
+    }
+
+    fn left(&mut self) -> [usize; 2] {
+        self.device.left()
+    }
+
+    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
+        let result = self.device.acquire_in_group(version, source);
+        if result.is_ok() && self.breaks(Promise::KeepsInGroup) {
+            self.device.release_in_group(version)?;
+        }
+        result
+    }
+
+    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError> {
+        self.device.release_in_group(version)
+    }
+
+    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError> {
+        self.device.remove_from_group(version)
+    }
+}
