@@ -22,3 +22,4 @@ pub mod fused_linear;
 pub mod fuzz;
 pub mod small;
 pub mod values;
+pub mod wrong;

@@ -27,3 +27,4 @@ mod reference;
 mod residency;
 mod routing;
 mod serving;
+mod wrong;

@@ -44,3 +44,4 @@ mod routing;
 mod safe_api;
 mod setup;
 mod weights;
+mod wrong;

@@ -1,0 +1,64 @@
+//! The CPU refuses the operands of `common::wrong`, and changes nothing.
+
+use aril::{
+    Element, Slot,
+    cpu::{FusedLinear, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
+    error::OperandError,
+    routing::Batch,
+};
+use half::{bf16, f16};
+
+use crate::common::{
+    cpu::table,
+    wrong::{Call, LEN, Op, World, check},
+};
+
+fn to<T: Element>(data: &mut [T], [rows, cols, stride]: [usize; 3]) -> Result<MatrixMut<'_, T>, OperandError> {
+    MatrixMut::strided(data, rows, cols, stride)
+}
+
+fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
+    let [own, other] = world.models.each_ref().map(|model| table(model, World::dtype(), World::capacity(), &[]));
+    let (slots, mut workspace) = (vec![Slot::new(0); call.tokens], Workspace::default());
+    let (inputs, seven, ids) = ([T::from_f32(1.0); LEN], T::from_f32(7.0), [0; LEN]);
+    let (mut y, mut residual, mut out) = ([seven; LEN], [seven; LEN], [seven; LEN]);
+    let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(&inputs, rows, cols, stride);
+    let result = (|| -> Result<(), OperandError> {
+        let batch = Batch::new(&slots);
+        let linear = || LoraLinear::new(&own, world.id(call.of));
+        let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
+        match call.op {
+            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, to(&mut y, call.y)?),
+            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, to(&mut y, call.y)?),
+            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(to(&mut y, call.y)?),
+            Op::SiluMul => {
+                linear()?.shrink(&mut step, matrix(call.x)?)?.silu_mul(matrix(call.y)?, to(&mut out, call.out)?)
+            }
+            Op::AddRmsNorm { weight } => {
+                let (residual, out) = (to(&mut residual, call.out)?, to(&mut out, call.out)?);
+                let (layer, x, y) = (linear()?, matrix(call.x)?, matrix(call.y)?);
+                layer.shrink(&mut step, x)?.add_rms_norm(y, residual, &inputs[..weight], 1.0, out)
+            }
+            Op::Forward { w } => {
+                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
+                layer.forward(&mut step, matrix(call.x)?, to(&mut y, call.y)?)
+            }
+            Op::Accumulate { w } => {
+                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
+                layer.accumulate(&mut step, matrix(call.x)?, to(&mut y, call.y)?)
+            }
+            Op::Embedding { ids: num_ids } => {
+                let layer = LoraEmbedding::new(&own, world.embedding(call.of))?;
+                layer.add_delta(&mut step, &ids[..num_ids], to(&mut y, call.y)?)
+            }
+        }
+    })();
+    assert!(result.is_ok() || [y, residual, out].concat().iter().all(|value| *value == seven), "{call:?}");
+    result
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_the_errors_of_every_backend() {
+    let world = World::new();
+    check(|call| if call.is_f16 { run::<f16>(&world, call) } else { run::<bf16>(&world, call) });
+}

@@ -1,0 +1,79 @@
+//! The GPU refuses the operands of `common::wrong`, and changes nothing.
+
+use aril::{
+    Element, Slot,
+    cuda::{FusedLinear, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, Workspace},
+    error::OperandError,
+    routing::Batch,
+};
+use half::{bf16, f16};
+
+use crate::{
+    common::wrong::{Call, LEN, Op, World, check},
+    device::Gpu,
+    operations::table,
+};
+
+fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchError> {
+    let [own, other] =
+        world.models.each_ref().map(|model| table(&gpu.queue, model, World::dtype(), World::capacity(), &[]));
+    let slots = vec![Slot::new(0); call.tokens];
+    let mut routing = Routing::new(&gpu.queue, World::capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&own).unwrap();
+    let seven = T::from_f32(7.0);
+    let (inputs, ids) = (gpu.upload(&[T::from_f32(1.0); LEN]), gpu.upload(&[0_i32; LEN]));
+    let [mut y, mut residual, mut out] = [(); 3].map(|()| gpu.upload(&[seven; LEN]));
+    let inputs = inputs.view::<T>();
+    let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(inputs.slice(..), rows, cols, stride);
+    let result = (|| -> Result<(), LaunchError> {
+        let [y, residual, out] = [&mut y, &mut residual, &mut out].map(|buffer| buffer.view_mut::<T>());
+        let [y_shape, out_shape] = [call.y, call.out];
+        let batch = routing.update(&Batch::new(&slots))?;
+        let linear = || LoraLinear::new(&own, world.id(call.of));
+        let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
+        let y = move || MatrixMut::strided(y, y_shape[0], y_shape[1], y_shape[2]);
+        let out = move || MatrixMut::strided(out, out_shape[0], out_shape[1], out_shape[2]);
+        match call.op {
+            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, y()?),
+            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, y()?),
+            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(y()?),
+            Op::SiluMul => linear()?.shrink(&mut step, matrix(call.x)?)?.silu_mul(matrix(call.y)?, out()?),
+            Op::AddRmsNorm { weight } => {
+                let residual = MatrixMut::strided(residual, out_shape[0], out_shape[1], out_shape[2])?;
+                let (layer, x, y) = (linear()?, matrix(call.x)?, matrix(call.y)?);
+                layer.shrink(&mut step, x)?.add_rms_norm(y, residual, inputs.slice(..weight), 1.0, out()?)
+            }
+            Op::Forward { w } => {
+                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
+                layer.forward(&mut step, matrix(call.x)?, y()?)
+            }
+            Op::Accumulate { w } => {
+                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
+                layer.accumulate(&mut step, matrix(call.x)?, y()?)
+            }
+            Op::Embedding { ids: num_ids } => {
+                let layer = LoraEmbedding::new(&own, world.embedding(call.of))?;
+                let ids = ids.view::<i32>();
+                layer.add_delta(&mut step, ids.slice(..num_ids), y()?)
+            }
+        }
+    })();
+    let written = [y, residual, out].map(|buffer| buffer.read::<T>()).concat();
+    assert!(result.is_ok() || written.iter().all(|value| *value == seven), "{call:?}");
+    result
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_does_not_fit_is_refused_by_the_errors_of_every_backend() {
+    let (gpu, world) = (Gpu::new(), World::new());
+    let of_both = |error| match error {
+        LaunchError::Operand(error) => error,
+        LaunchError::Plan(error) => OperandError::from(error),
+        error => panic!("the CPU has no such error: {error}"),
+    };
+    check(|call| {
+        let result = if call.is_f16 { run::<f16>(&gpu, &world, call) } else { run::<bf16>(&gpu, &world, call) };
+        result.map_err(of_both)
+    });
+}
