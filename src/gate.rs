@@ -79,29 +79,22 @@ mod tests {
         const ROUNDS: usize = 2000;
         let (gate, captured, acted) = (Gate::default(), AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|threads| {
-            for _ in 0..3 {
-                threads.spawn(|| {
-                    for _ in 0..ROUNDS {
-                        let _entered = gate.enter();
-                        let seen = captured.load(Ordering::Relaxed);
-                        thread::yield_now();
-                        let _again = gate.enter();
-                        assert_eq!(
-                            captured.load(Ordering::Relaxed),
-                            seen,
-                            "a capture began between a look and the work"
-                        );
-                        acted.fetch_add(1, Ordering::Relaxed);
-                    }
-                });
-            }
-            threads.spawn(|| {
+            let act = || {
                 for _ in 0..ROUNDS {
-                    let closed = gate.close();
-                    captured.fetch_xor(true, Ordering::Relaxed);
-                    drop(closed);
+                    let _entered = gate.enter();
+                    let seen = captured.load(Ordering::Relaxed);
+                    thread::yield_now();
+                    let _again = gate.enter();
+                    assert_eq!(captured.load(Ordering::Relaxed), seen, "a capture began between a look and the work");
+                    acted.fetch_add(1, Ordering::Relaxed);
                 }
-            });
+            };
+            let acting = [(); 3].map(|()| threads.spawn(act));
+            while acting.iter().any(|thread| !thread.is_finished()) {
+                let closed = gate.close();
+                captured.fetch_xor(true, Ordering::Relaxed);
+                drop(closed);
+            }
         });
         assert_eq!(acted.into_inner(), 3 * ROUNDS);
         assert_eq!(gate.entered.into_inner(), 0);
