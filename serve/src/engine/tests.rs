@@ -145,7 +145,13 @@ impl Files {
             let model = self.load(device, &self.described, table, sizes);
             let runner = Runner::new(&model, Steps::<D>::slots(&pool), &sizes).expect("the sizes are valid");
             let engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
-            test(&mut World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() })
+            test(&mut World {
+                files: self,
+                engine,
+                now: Duration::ZERO,
+                adapters: HashMap::new(),
+                limits: sizes.limits,
+            })
         })
     }
 
@@ -184,7 +190,8 @@ impl Files {
             let model = self.load(&device, &described, table, sizes);
             let runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
             let engine = Engine::new(runner, Box::new(PoolOfRanks::new(pool, others.clone())), others, sizes);
-            let mut world = World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new() };
+            let mut world =
+                World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new(), limits: sizes.limits };
             let result = test(&mut world);
             world.engine.stop();
             if device.wait().is_ok() {
@@ -236,6 +243,7 @@ struct World<'m, D: Capture> {
     engine: Engine<'m, D>,
     now: Duration,
     adapters: HashMap<String, AdapterId>,
+    limits: Limits,
 }
 
 /// Whether two answers have the same tokens, and log-probabilities that are the same, or nearly so where bits depend on the batch.
@@ -305,6 +313,9 @@ impl<D: Capture> World<'_, D> {
         if !self.engine.step(self.now).expect("the device does not fail") {
             self.engine.wait_for_adapters(Duration::from_millis(100));
         }
+        // The table refuses a step of too many tokens.
+        let running = self.engine.state().running;
+        assert!(running <= self.limits.running, "{running} requests run, of at most {}", self.limits.running);
     }
 
     /// Runs until every request has ended.
