@@ -42,6 +42,13 @@ impl Case {
         self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect()
     }
 
+    /// The same routes without slots beyond the number of slots, which the safe API refuses.
+    #[cfg(feature = "cuda")]
+    pub fn known_slots(&self) -> Vec<Slot> {
+        let is_known = |slot: &Slot| slot.index().is_none_or(|index| index < self.num_slots);
+        self.slots().into_iter().map(|slot| if is_known(&slot) { slot } else { Slot::BASE }).collect()
+    }
+
     pub fn top_k(&self) -> TopK<'_> {
         let top_k = TopK::new(&self.ids, self.top_k).unwrap();
         self.rows.as_ref().map_or(top_k, |rows| top_k.with_rows(rows).unwrap())

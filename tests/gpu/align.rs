@@ -134,7 +134,7 @@ fn run_through_the_safe_api(gpu: &Gpu, steps: &[Case]) -> Result<(), TestCaseErr
     let mut routing = Routing::new(queue, batches(capacity(steps)), steps.len()).unwrap();
     let mut alignment = Alignment::new(queue, capacity(steps)).unwrap();
     for case in steps {
-        let slots = case.slots();
+        let slots = case.known_slots();
         let batch = routing.update(&Batch::new(&slots)).unwrap();
         let (ids, rows) = (gpu.upload(&case.ids), case.rows.as_ref().map(|rows| gpu.upload(rows)));
         let mut top_k = TopK::new(ids.view(), case.top_k).unwrap();

@@ -17,6 +17,7 @@ use aril::{
     reference,
     routing::{Batch, TopK as HostTopK},
 };
+use cudarc::driver::result;
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -241,11 +242,15 @@ impl Subject<Moe> for Raw<'_> {
         let region = raw::Workspace { mailbox: mailbox.region(), partials: partials.region() };
         let table = raw::Table::new(model, T::DTYPE, descriptors.address(), capacity.num_slots, capacity.max_rank);
         let step = raw::Step::new(table, batch, region, stream);
+        let front = gpu.upload(&[0_u8]);
         let launch = || {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             let mut routes = unsafe { grouping.group(batch, top_k, stream) }.unwrap();
             if (case.seed / 2).is_multiple_of(2) {
-                // SAFETY: in front are copies and kernels that let nothing start before they end.
+                // In place of a base operation: the kernels that route and group start what is behind them early.
+                // SAFETY: the byte is allocated on this stream, and outlives its work.
+                unsafe { result::memset_d8_async(front.address(), 1, 1, gpu.stream.cu_stream()) }.unwrap();
+                // SAFETY: in front is the byte, which starts when all before it has ended.
                 routes = unsafe { routes.shrink_beside_base() };
             }
             operands.launch(&layer, &step, &mut routes);
