@@ -159,7 +159,8 @@ mod misuse {
     fn is_detected(test: &str, headers: impl IntoIterator<Item = Vec<u64>>, message: &str) {
         if env::var_os(VARIABLE).is_some() {
             let stack = stack();
-            let mut launches = Launches::new(&stack, &[MOST_TOKENS]);
+            // Tiles of so few tokens pass their sums through the mailbox.
+            let mut launches = Launches::new(&stack, &[40]);
             let results = headers.into_iter().map(|header| {
                 launches.mailbox.write(&header);
                 launches.launch(0, &launches.mailbox);

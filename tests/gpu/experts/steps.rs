@@ -186,7 +186,8 @@ impl<'a, T: Element> Layer<'a, T> {
             }
         }
         let scales = worlds[0].scales.as_ref().map(|scales| &scales[..live]);
-        let batch = Batch::new(&worlds[0].slots[..live]);
+        let slots = worlds[0].known_slots();
+        let batch = Batch::new(&slots[..live]);
         let batch = scales.map_or(batch, |scales| batch.with_scales(scales).unwrap());
         self.routing.update(&batch).unwrap();
         launch(self);
