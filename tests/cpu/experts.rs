@@ -33,7 +33,8 @@ impl Subject<Moe> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let weights = cpu::table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
         let experts = LoraExperts::new(&weights, world.id).unwrap();
-        let (router, batch, mut workspace) = (case.router(), world.batch(), Workspace::default());
+        let (router, slots, mut workspace) = (case.router(), world.known_slots(), Workspace::default());
+        let batch = world.batch_of(&slots);
         let top_k = case.top_k(router.as_deref());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y, mut buffer) = (matrix(&world.x, case.x()), matrix(&world.y, case.y()), world.target(case).to_vec());
