@@ -12,6 +12,8 @@ use std::{
     sync::OnceLock,
 };
 
+use rayon::prelude::*;
+
 const ARCHS: [&str; 2] = ["80", "90a"];
 const BUDGET: &str = "tests/codegen.budget";
 
@@ -77,7 +79,7 @@ fn compiled() -> &'static [(PathBuf, String)] {
     COMPILED.get_or_init(|| {
         let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let object = |source: &Path| dir.join(source.with_extension("o").file_name().unwrap());
-        sources().iter().map(|source| (object(source), compile(source, &object(source)))).collect()
+        sources().into_par_iter().map(|source| (object(&source), compile(&source, &object(&source)))).collect()
     })
 }
 
