@@ -3,6 +3,7 @@
 //! - `engine`: continuous batching, without a server. Start with `engine/scheduler.rs`.
 //! - `worker`: the thread that owns the engine.
 //! - `server`: the HTTP server.
+//! - `log`: what it says on standard error.
 //! - `figures`: the time of decode steps on a GPU.
 //!
 //! The model is that of the example `qwen3`: this crate compiles the same files.
@@ -11,6 +12,7 @@ mod dummy;
 mod engine;
 #[cfg(feature = "cuda")]
 pub mod figures;
+pub mod log;
 mod options;
 /// The model. Its modules name each other from the root of the crate, as in the example.
 #[path = "../../examples/qwen3"]

@@ -2,40 +2,56 @@
 
 use std::process::ExitCode;
 
-use aril_serve::{Options, start};
+use aril_serve::{Options, log, start};
 use clap::Parser as _;
-use tracing_subscriber::EnvFilter;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let ended = match start(Options::parse()).await {
-        Ok(server) => {
-            told_to_end().await;
-            tracing::info!("ending");
-            server.shut_down().await
-        }
-        Err(error) => Err(error),
+    let options = Options::parse();
+    let ended = match log::start() {
+        Ok(()) => run(options).await,
+        Err(error) => Err(error.to_string()),
     };
-    if let Err(error) = ended {
+    if let Err(error) = &ended {
         tracing::error!("{error}");
-        return ExitCode::FAILURE;
     }
-    ExitCode::SUCCESS
+    log::end();
+    if ended.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Waits for SIGINT or SIGTERM.
-async fn told_to_end() {
-    use tokio::signal::unix::{SignalKind, signal};
-
-    match signal(SignalKind::terminate()) {
-        Ok(mut terminated) => {
-            tokio::select! {
-                _ = tokio::signal::ctrl_c() => {}
-                _ = terminated.recv() => {}
-            }
+async fn run(options: Options) -> Result<(), String> {
+    let server = start(options).await?;
+    let mut signals = Signals::new().map_err(|error| format!("cannot wait for signals: {error}"))?;
+    signals.next().await;
+    tracing::info!("ending: requests that run are finished, unless a second signal comes");
+    tokio::select! {
+        ended = server.shut_down() => ended,
+        () = signals.next() => {
+            tracing::warn!("ended by a second signal");
+            log::end();
+            // Without the engine's thread, which may be in a step.
+            std::process::exit(1)
         }
-        Err(error) => tracing::error!(%error, "cannot wait for signals"),
+    }
+}
+
+/// SIGINT and SIGTERM.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    /// Waits for the next one.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
     }
 }

@@ -5,7 +5,11 @@ use std::{path::PathBuf, str::FromStr};
 use aril::DType;
 use clap::{Parser, ValueEnum};
 
-use crate::DeviceArg;
+use crate::{
+    DeviceArg,
+    error::{Context, Error, Result, bail},
+    files,
+};
 
 /// Serves a Qwen3 and its LoRA adapters with the OpenAI API.
 #[derive(Clone, Debug, Parser)]
@@ -102,12 +106,33 @@ pub struct Options {
     /// The largest body of a request
     #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = at_least_one)]
     pub max_body_kib: usize,
-    /// A key that requests to /v1 have to give; may be repeated
-    #[arg(long, value_name = "KEY")]
+    /// A key that requests to /v1 have to give; may be repeated. Other users of the machine see arguments, but not a file or the environment
+    #[arg(long, value_name = "KEY", env = "ARIL_API_KEY", hide_env_values = true, value_parser = api_key)]
     pub api_key: Vec<String>,
+    /// A file of such keys, one a line
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
     /// The chat template [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
+}
+
+impl Options {
+    /// All keys. There are none only if none were asked for.
+    pub(crate) fn api_keys(&self) -> Result<Vec<String>> {
+        let mut keys = self.api_key.clone();
+        if let Some(file) = &self.api_key_file {
+            let subject = format!("--api-key-file {}", file.display());
+            let text = files::read_text(file, 1).context(&subject)?;
+            let lines: std::result::Result<Vec<_>, _> = text.lines().map(|line| api_key(line.trim())).collect();
+            let lines = lines.map_err(Error::new).context(&subject)?;
+            if lines.is_empty() {
+                bail!("{subject}: it has no key");
+            }
+            keys.extend(lines);
+        }
+        Ok(keys)
+    }
 }
 
 /// An adapter to load at the start.
@@ -123,7 +148,7 @@ pub struct LoraModule {
 impl FromStr for LoraModule {
     type Err = String;
 
-    fn from_str(arg: &str) -> Result<Self, String> {
+    fn from_str(arg: &str) -> std::result::Result<Self, String> {
         match arg.split_once('=') {
             Some((name, path)) if !name.is_empty() && !path.is_empty() => {
                 Ok(Self { name: name.into(), path: path.into() })
@@ -168,7 +193,15 @@ impl From<Dtype> for DType {
     }
 }
 
-fn at_least_one(arg: &str) -> Result<usize, String> {
+fn api_key(arg: &str) -> std::result::Result<String, String> {
+    match arg {
+        "" => Err("a key is empty, which would let everybody in".into()),
+        key if key.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(key.into()),
+        _ => Err("a key has printable ASCII characters without spaces, as a header can have them".into()),
+    }
+}
+
+fn at_least_one(arg: &str) -> std::result::Result<usize, String> {
     match arg.parse() {
         Ok(0) => Err("it is 0".into()),
         Ok(number) => Ok(number),

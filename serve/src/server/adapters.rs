@@ -47,8 +47,8 @@ struct Unload {
 }
 
 /// `POST /v1/load_lora_adapter`
-pub(crate) async fn load(State(server): Shared, bytes: body::Received) -> ApiResult<String> {
-    let Load { lora_name: name, lora_path: path, load_inplace, .. } = body::parse(bytes)?;
+pub(crate) async fn load(State(server): Shared, received: body::Received) -> ApiResult<String> {
+    let Load { lora_name: name, lora_path: path, load_inplace, .. } = body::parse(received)?;
     let Some(root) = &server.lora_root else {
         return Err(ApiError::not_found("Adapters cannot be loaded: the server was started without --lora-root."));
     };
@@ -62,8 +62,8 @@ pub(crate) async fn load(State(server): Shared, bytes: body::Received) -> ApiRes
 }
 
 /// `POST /v1/unload_lora_adapter`
-pub(crate) async fn unload(State(server): Shared, bytes: body::Received) -> ApiResult<String> {
-    let Unload { lora_name: name } = body::parse(bytes)?;
+pub(crate) async fn unload(State(server): Shared, received: body::Received) -> ApiResult<String> {
+    let Unload { lora_name: name } = body::parse(received)?;
     if server.lora_root.is_none() {
         return Err(ApiError::not_found("Adapters cannot be unloaded: the server was started without --lora-root."));
     }

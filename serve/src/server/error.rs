@@ -7,9 +7,9 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use crate::engine::Failure;
+use crate::{engine::Failure, error::shown};
 
-/// An answer that is not a result.
+/// An answer that is not a result. Its message is of bounded length, whatever it quotes.
 #[derive(Clone, Debug)]
 pub(crate) struct ApiError {
     status: StatusCode,
@@ -22,7 +22,7 @@ pub(crate) type ApiResult<T> = Result<T, ApiError>;
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind, message: message.into(), param: None }
+        Self { status, kind, message: shown(&message.into()), param: None }
     }
 
     pub(crate) fn bad_request(message: impl Into<String>) -> Self {
@@ -50,8 +50,9 @@ impl ApiError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailableError", message)
     }
 
-    pub(crate) fn timeout(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::GATEWAY_TIMEOUT, "TimeoutError", message)
+    /// A request has had its time.
+    pub(crate) fn late() -> Self {
+        Self::new(StatusCode::GATEWAY_TIMEOUT, "TimeoutError", "The request took too long.")
     }
 
     pub(crate) fn internal(message: impl Into<String>) -> Self {

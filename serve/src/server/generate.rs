@@ -14,7 +14,11 @@ use axum::{
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::mpsc,
+    task::spawn_blocking,
+    time::{Instant, timeout_at},
+};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::{
@@ -131,41 +135,19 @@ struct Job {
     stream: bool,
     include_usage: bool,
     return_token_ids: bool,
+    deadline: Instant,
 }
 
 /// `POST /v1/completions`
-pub(crate) async fn completions(State(server): Shared, bytes: body::Received) -> ApiResult<Response> {
-    let Completion { prompt, max_tokens, logprobs, echo, common } = body::parse(bytes)?;
-    let echo = echo.unwrap_or(false);
-    if echo && logprobs.is_some() {
-        return Err(ApiError::bad_request("`echo` with `logprobs` is not implemented.").of("echo"));
-    }
-    let encode = |text: &String| server.encode(text);
-    let prompts = match &prompt {
-        Prompts::Text(text) => vec![encode(text)?],
-        Prompts::Texts(texts) => texts.iter().map(encode).collect::<ApiResult<_>>()?,
-        Prompts::Tokens(tokens) => vec![tokens.clone()],
-        Prompts::ManyTokens(prompts) => prompts.clone(),
-    };
-    let job = server.job(Format::Completion, common, prompts, logprobs)?;
-    server.answer(Job { max_tokens: Some(max_tokens.unwrap_or(16)), echo, ..job }).await
+pub(crate) async fn completions(State(server): Shared, received: body::Received) -> ApiResult<Response> {
+    let job = server.prepare(received, Server::completion).await?;
+    server.answer(job).await
 }
 
 /// `POST /v1/chat/completions`
-pub(crate) async fn chat(State(server): Shared, bytes: body::Received) -> ApiResult<Response> {
-    let Chat { messages, max_tokens, max_completion_tokens, logprobs, top_logprobs, chat_template_kwargs, common } =
-        body::parse(bytes)?;
-    let logprobs = match (logprobs.unwrap_or(false), top_logprobs) {
-        (true, top) => Some(top.unwrap_or(0)),
-        (false, None | Some(0)) => None,
-        (false, Some(_)) => {
-            return Err(ApiError::bad_request("`top_logprobs` needs `logprobs`.").of("top_logprobs"));
-        }
-    };
-    let kwargs = Value::Object(chat_template_kwargs.unwrap_or_default());
-    let prompt = server.encode(&server.template.render(&messages, &kwargs)?)?;
-    let job = server.job(Format::Chat, common, vec![prompt], logprobs)?;
-    server.answer(Job { max_tokens: max_completion_tokens.or(max_tokens), ..job }).await
+pub(crate) async fn chat(State(server): Shared, received: body::Received) -> ApiResult<Response> {
+    let job = server.prepare(received, Server::chat).await?;
+    server.answer(job).await
 }
 
 /// One choice of an answer.
@@ -190,8 +172,8 @@ struct Piece {
 impl Choice {
     /// Waits for the next token.
     async fn next(&mut self, server: &Server) -> ApiResult<Piece> {
-        let event = tokio::time::timeout_at(self.deadline, self.submission.next()).await;
-        let event = event.map_err(|_| ApiError::timeout("The request took too long."))?;
+        let event = timeout_at(self.deadline, self.submission.next()).await;
+        let event = event.map_err(|_| ApiError::late())?;
         let (Chosen { token, logprobs }, finish) = match event.ok_or_else(ApiError::ended)? {
             Event::Token(chosen, finish) => (chosen, finish),
             Event::Failed(failure) => return Err(failure.into()),
@@ -214,13 +196,82 @@ impl Choice {
 }
 
 impl Server {
+    /// Reads, renders and tokenizes a request, which may take long, on a thread that serves nobody else meanwhile. Few long ones are read
+    /// at the same time.
+    async fn prepare(
+        self: &Arc<Self>,
+        received: body::Received,
+        read: impl FnOnce(&Self, body::Received) -> ApiResult<Job> + Send + 'static,
+    ) -> ApiResult<Job> {
+        let server = Arc::clone(self);
+        let turn = if received.is_long() {
+            let turn = timeout_at(received.deadline, Arc::clone(&self.long_bodies).acquire_owned()).await;
+            Some(turn.map_err(|_| ApiError::late())?)
+        } else {
+            None
+        };
+        let job = spawn_blocking(move || {
+            let job = read(&server, received);
+            drop(turn);
+            job
+        });
+        job.await.map_err(|error| ApiError::internal(error.to_string()))?
+    }
+
+    fn completion(&self, received: body::Received) -> ApiResult<Job> {
+        let deadline = received.deadline;
+        let Completion { prompt, max_tokens, logprobs, echo, common } = body::parse(received)?;
+        let echo = echo.unwrap_or(false);
+        if echo && logprobs.is_some() {
+            return Err(ApiError::bad_request("`echo` with `logprobs` is not implemented.").of("echo"));
+        }
+        let prompts = match &prompt {
+            Prompts::Text(_) | Prompts::Tokens(_) => 1,
+            Prompts::Texts(prompts) => prompts.len(),
+            Prompts::ManyTokens(prompts) => prompts.len(),
+        };
+        let job = self.job(Format::Completion, common, prompts, logprobs, deadline)?;
+        let encode = |text: &String| self.encode(text);
+        let prompts = match prompt {
+            Prompts::Text(text) => vec![encode(&text)?],
+            Prompts::Texts(texts) => texts.iter().map(encode).collect::<ApiResult<_>>()?,
+            Prompts::Tokens(tokens) => vec![tokens],
+            Prompts::ManyTokens(prompts) => prompts,
+        };
+        Ok(Job { prompts, max_tokens: Some(max_tokens.unwrap_or(16)), echo, ..job })
+    }
+
+    fn chat(&self, received: body::Received) -> ApiResult<Job> {
+        let deadline = received.deadline;
+        let Chat { messages, max_tokens, max_completion_tokens, logprobs, top_logprobs, chat_template_kwargs, common } =
+            body::parse(received)?;
+        let logprobs = match (logprobs.unwrap_or(false), top_logprobs) {
+            (true, top) => Some(top.unwrap_or(0)),
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => {
+                return Err(ApiError::bad_request("`top_logprobs` needs `logprobs`.").of("top_logprobs"));
+            }
+        };
+        let job = self.job(Format::Chat, common, 1, logprobs, deadline)?;
+        let kwargs = Value::Object(chat_template_kwargs.unwrap_or_default());
+        let prompt = self.encode(&self.template.render(&messages, &kwargs)?)?;
+        Ok(Job { prompts: vec![prompt], max_tokens: max_completion_tokens.or(max_tokens), ..job })
+    }
+
     fn encode(&self, text: &str) -> ApiResult<Vec<u32>> {
         let tokens = self.tokenizer.encode(text, self.max_positions);
         tokens.map_err(|error| ApiError::bad_request(format!("The prompt cannot be tokenized: {error}")))
     }
 
-    /// Checks what both endpoints take.
-    fn job(&self, format: Format, common: Common, prompts: Vec<Vec<u32>>, logprobs: Option<usize>) -> ApiResult<Job> {
+    /// Checks what both endpoints take, for a number of prompts that are tokenized later.
+    fn job(
+        &self,
+        format: Format,
+        common: Common,
+        prompts: usize,
+        logprobs: Option<usize>,
+        deadline: Instant,
+    ) -> ApiResult<Job> {
         let refuse = |param: &'static str, message: String| Err(ApiError::bad_request(message).of(param));
         body::refuse_rest(&common.rest)?;
         let Common { model, lora_path, temperature, top_p, top_k, seed, n, stop, stop_token_ids, .. } = common;
@@ -239,11 +290,11 @@ impl Server {
         if logprobs.is_some_and(|logprobs| logprobs > MAX_LOGPROBS) {
             return refuse("logprobs", format!("At most {MAX_LOGPROBS} log-probabilities of a token are given."));
         }
-        if prompts.is_empty() {
+        if prompts == 0 {
             return refuse("prompt", "There is no prompt.".into());
         }
         let choices = n.unwrap_or(1);
-        if !(1..=MAX_CHOICES).contains(&choices) || prompts.len().saturating_mul(choices) > MAX_CHOICES {
+        if !(1..=MAX_CHOICES).contains(&choices) || prompts.saturating_mul(choices) > MAX_CHOICES {
             return refuse("n", format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together."));
         }
         if choices > 1 && temperature == 0.0 {
@@ -268,7 +319,7 @@ impl Server {
             format,
             model,
             adapter: served.adapter(),
-            prompts,
+            prompts: Vec::new(),
             choices,
             max_tokens: None,
             echo: false,
@@ -278,12 +329,13 @@ impl Server {
             stream: common.stream.unwrap_or(false),
             include_usage: common.stream_options.is_some_and(|options| options.include_usage),
             return_token_ids: common.return_token_ids.unwrap_or(false),
+            deadline,
         })
     }
 
     /// Submits all choices of a request.
     async fn submit(&self, job: &Job) -> ApiResult<Vec<Choice>> {
-        let deadline = Instant::now() + self.limits.request_time;
+        let deadline = job.deadline;
         let mut choices = Vec::with_capacity(job.prompts.len() * job.choices);
         for prompt in &job.prompts {
             let max_tokens = self.check_length(prompt, job.max_tokens)?;

@@ -3,6 +3,7 @@
 mod adapters;
 mod body;
 mod chat;
+mod connections;
 mod error;
 mod generate;
 mod metrics;
@@ -13,7 +14,7 @@ use std::{
     net::SocketAddr,
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    thread::JoinHandle,
+    thread::{self, JoinHandle},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -32,7 +33,11 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use tokio::{net::TcpListener, sync::watch};
+use tokio::{
+    net::{TcpSocket, lookup_host},
+    sync::{Semaphore, watch},
+    time::timeout,
+};
 
 use self::{
     chat::Template,
@@ -54,6 +59,12 @@ use crate::{
 
 /// Slots beyond those of a batch, for adapters that are next.
 const SPARE_SLOTS: usize = 2;
+
+/// How long the server waits for the errors of requests that it has ended to be sent.
+const ERRORS: Duration = Duration::from_secs(1);
+
+/// Connections that wait to be accepted.
+const BACKLOG: u32 = 1024;
 
 /// The state of all handlers.
 type Shared = State<Arc<Server>>;
@@ -81,6 +92,8 @@ struct Server {
     tokenizer: Tokenizer,
     template: Template,
     limits: Limits,
+    /// Long bodies that are read at the same time.
+    long_bodies: Arc<Semaphore>,
     api_keys: Vec<String>,
     metrics: Metrics,
     /// When the server started, in seconds since 1970.
@@ -117,7 +130,7 @@ impl Server {
 pub struct Running {
     address: SocketAddr,
     stop: watch::Sender<bool>,
-    serving: Option<tokio::task::JoinHandle<std::io::Result<()>>>,
+    serving: Option<tokio::task::JoinHandle<()>>,
     engine: Handle,
     thread: Option<JoinHandle<()>>,
     drain: Duration,
@@ -136,14 +149,14 @@ impl Running {
     pub async fn shut_down(mut self) -> std::result::Result<(), String> {
         // The server may have ended by itself.
         let _ = self.stop.send(true);
-        if let Some(serving) = self.serving.take() {
-            let abort = serving.abort_handle();
-            match tokio::time::timeout(self.drain, serving).await {
-                Ok(ended) => ended.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?,
-                Err(_) => {
-                    tracing::warn!("requests still run, and are ended");
-                    abort.abort();
-                }
+        if let Some(mut serving) = self.serving.take()
+            && timeout(self.drain, &mut serving).await.is_err()
+        {
+            tracing::warn!("requests still run, and are ended");
+            // Their answers end with an error.
+            self.engine.stop();
+            if timeout(ERRORS, &mut serving).await.is_err() {
+                serving.abort();
             }
         }
         self.engine.stop();
@@ -173,30 +186,41 @@ pub async fn start(options: Options) -> std::result::Result<Running, String> {
 }
 
 async fn serve(options: Options) -> Result<Running> {
-    let listener = TcpListener::bind((options.host.as_str(), options.port)).await;
-    let listener = listener.context(format_args!("--host {} --port {}", options.host, options.port))?;
-    let address = listener.local_addr()?;
+    // Nobody is let in before the model is loaded, but the port is taken.
+    let socket = bind(&options.host, options.port).await;
+    let socket = socket.context(format_args!("--host {} --port {}", options.host, options.port))?;
     let drain = Duration::from_secs(options.drain_seconds);
     let modules = options.lora_modules.clone();
     let loaded = tokio::task::spawn_blocking(|| load(options)).await?;
     let (server, thread) = loaded?;
     let engine = server.engine.clone();
-    let (stop, mut stopped) = watch::channel(false);
-    let mut running = Running { address, stop, serving: None, engine, thread: Some(thread), drain };
+    let (stop, stopped) = watch::channel(false);
+    let mut running =
+        Running { address: socket.local_addr()?, stop, serving: None, engine, thread: Some(thread), drain };
     for module in modules {
         let loaded = server.load(&module.name, module.path, OnDuplicate::Refuse).await;
         loaded.map_err(|error| Error::new(error.message())).context(format_args!("--lora-modules {}", module.name))?;
     }
     let app = router(Arc::clone(&server));
-    running.serving = Some(tokio::spawn(async move {
-        let stopped = async move {
-            // Without a sender, the server has been dropped.
-            let _ = stopped.wait_for(|is_stopped| *is_stopped).await;
-        };
-        axum::serve(listener, app).with_graceful_shutdown(stopped).await
-    }));
+    let (listener, address) = (socket.listen(BACKLOG)?, running.address);
+    running.serving = Some(tokio::spawn(connections::serve(listener, app, server.limits.request_time, stopped)));
     tracing::info!(%address, model = %server.model.display(), "serving");
     Ok(running)
+}
+
+/// A socket at the first of a host's addresses that it can be bound to.
+async fn bind(host: &str, port: u16) -> Result<TcpSocket> {
+    let mut refused = Error::new("the host has no address");
+    for address in lookup_host((host, port)).await? {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        // A server that has just ended is no obstacle.
+        socket.set_reuseaddr(true)?;
+        match socket.bind(address) {
+            Ok(()) => return Ok(socket),
+            Err(error) => refused = error.into(),
+        }
+    }
+    Err(refused)
 }
 
 /// Loads the model and starts its engine.
@@ -281,7 +305,9 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
             body_bytes: options.max_body_kib << 10,
             request_time: Duration::from_secs(options.request_seconds),
         },
-        api_keys: options.api_key,
+        // Half of the cores are left to others.
+        long_bodies: Arc::new(Semaphore::new(thread::available_parallelism().map_or(1, usize::from).div_ceil(2))),
+        api_keys: options.api_keys()?,
         created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs(),
     };
     Ok((Arc::new(server), thread))
@@ -364,7 +390,9 @@ async fn health(State(server): Shared) -> ApiResult<()> {
 /// Refuses requests without a key, if there are keys.
 async fn check_key(State(server): Shared, request: Request, next: Next) -> Response {
     let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let given = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
+    let given =
+        given.and_then(|value| value.split_once(' ')).filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+    let given = given.map_or("", |(_, key)| key);
     // Every key is compared, and every byte, so that the time tells nothing of them.
     let is_known = server.api_keys.iter().fold(false, |known, key| known | is_same(key.as_bytes(), given.as_bytes()));
     if !server.api_keys.is_empty() && !is_known {

@@ -54,7 +54,7 @@ impl Server {
         Self { running, http: reqwest::Client::new() }
     }
 
-    fn url(&self, path: &str) -> String {
+    pub(crate) fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.running.address())
     }
 
@@ -69,7 +69,7 @@ impl Server {
     }
 
     pub(crate) async fn send_as(&self, path: &str, body: impl Into<String>, key: Option<&str>) -> reqwest::Response {
-        let request = self.http.post(self.url(path)).body(body.into());
+        let request = self.http.post(self.url(path)).header("content-type", "application/json").body(body.into());
         let request = match key {
             Some(key) => request.bearer_auth(key),
             None => request,

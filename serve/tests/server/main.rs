@@ -3,6 +3,8 @@
 
 mod api;
 mod client;
+mod faults;
 mod lora;
+mod process;
 mod ranks;
 mod stress;

@@ -1,0 +1,192 @@
+//! HTTP/1.1 connections, none of which waits for its client without an end.
+//!
+//! A head arrives within [`HEAD`], which is how long an idle connection stays open, too. From then on a request has `--request-seconds`: its
+//! [`Deadline`] ends the wait for its body, for its tokens, and for a client that does not read its answer.
+
+use std::{
+    convert::Infallible,
+    io,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use axum::{Router, body::Body, extract::Request, response::Response};
+use http_body_util::BodyExt as _;
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinSet,
+    time::{Instant, Sleep, sleep, sleep_until, timeout},
+};
+use tower_service::Service as _;
+
+/// The longest wait for the head of a request.
+const HEAD: Duration = Duration::from_secs(30);
+/// How long the end of the server waits for a connection without a request, of which something may still be on its way.
+const IDLE: Duration = Duration::from_secs(1);
+/// How long nothing is accepted after a failure, such as for want of file descriptors.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// When a request has to be answered. Each request has it as an extension.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deadline(pub(super) Instant);
+
+/// Serves until `stopped`, and then until the last request has been answered.
+pub(super) async fn serve(listener: TcpListener, app: Router, time: Duration, mut stopped: watch::Receiver<bool>) {
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(HEAD.min(time));
+    let mut connections = JoinSet::new();
+    let until_stopped = stopped.clone();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(_) = connections.join_next() => continue,
+            // Without a sender, the server has been dropped.
+            _ = stopped.wait_for(|is_stopped| *is_stopped) => break,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                connections.spawn(connection(stream, http.clone(), app.clone(), time, until_stopped.clone()));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                sleep(PAUSE).await;
+            }
+        }
+    }
+    drop(listener);
+    while connections.join_next().await.is_some() {}
+}
+
+/// Serves a connection. What goes wrong ends it.
+async fn connection(
+    stream: TcpStream,
+    http: http1::Builder,
+    app: Router,
+    time: Duration,
+    mut stopped: watch::Receiver<bool>,
+) {
+    // Without it, small events wait for each other. A connection that has ended says so soon.
+    let _ = stream.set_nodelay(true);
+    let now = Instant::now();
+    let progress = Arc::new(Progress { deadline: Mutex::new(now + time), is_busy: AtomicBool::new(false) });
+    let io = Timed { stream, progress: Arc::clone(&progress), end: Box::pin(sleep_until(now)) };
+    let service = service_fn(|request| answer(request, app.clone(), Busy::new(&progress, time)));
+    let mut served = std::pin::pin!(http.serve_connection(TokioIo::new(io), service));
+    tokio::select! {
+        _ = &mut served => return,
+        _ = stopped.wait_for(|is_stopped| *is_stopped) => served.as_mut().graceful_shutdown(),
+    }
+    let is_busy = || progress.is_busy.load(Ordering::Relaxed);
+    if !is_busy() && (timeout(IDLE, &mut served).await.is_ok() || !is_busy()) {
+        return;
+    }
+    // Its errors are those of its client.
+    let _ = served.await;
+}
+
+async fn answer(request: hyper::Request<Incoming>, mut app: Router, busy: Busy) -> Result<Response, Infallible> {
+    let mut request: Request = request.map(Body::new);
+    request.extensions_mut().insert(Deadline(busy.0.deadline()));
+    let response = app.call(request).await?;
+    Ok(response.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            // Until all frames are sent.
+            let Busy(_) = &busy;
+            frame
+        }))
+    }))
+}
+
+/// What a connection does.
+struct Progress {
+    /// That of the last request.
+    deadline: Mutex<Instant>,
+    is_busy: AtomicBool,
+}
+
+impl Progress {
+    fn deadline(&self) -> Instant {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A request that is being answered.
+struct Busy(Arc<Progress>);
+
+impl Busy {
+    fn new(progress: &Arc<Progress>, time: Duration) -> Self {
+        *progress.deadline.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now() + time;
+        progress.is_busy.store(true, Ordering::Relaxed);
+        Self(Arc::clone(progress))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.is_busy.store(false, Ordering::Relaxed);
+    }
+}
+
+/// A stream that refuses to wait for its reader after the deadline.
+struct Timed {
+    stream: TcpStream,
+    progress: Arc<Progress>,
+    end: Pin<Box<Sleep>>,
+}
+
+impl Timed {
+    fn or_late<V>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<V>>) -> Poll<io::Result<V>> {
+        if written.is_ready() {
+            return written;
+        }
+        let deadline = self.progress.deadline();
+        if self.end.deadline() != deadline {
+            self.end.as_mut().reset(deadline);
+        }
+        ready!(self.end.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Timed {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Timed {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.or_late(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, parts);
+        self.or_late(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

@@ -1,0 +1,229 @@
+//! Clients that are slow, stand still or have no right to be here.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use aril_serve::Options;
+use clap::Parser as _;
+use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::{sleep, timeout},
+};
+
+use crate::client::{QUESTION, Server, error, fixture};
+
+/// Every route of the API, the method that it takes, and a body that would be answered.
+fn routes() -> [(&'static str, &'static str, String); 5] {
+    let lora = json!({ "lora_name": "saffron", "lora_path": "r8-all" }).to_string();
+    let chat = json!({ "model": "base", "messages": [{ "role": "user", "content": "Hi" }], "max_tokens": 1 });
+    let completion = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 1 });
+    [
+        ("GET", "/v1/models", String::new()),
+        ("POST", "/v1/completions", completion.to_string()),
+        ("POST", "/v1/chat/completions", chat.to_string()),
+        ("POST", "/v1/load_lora_adapter", lora.clone()),
+        ("POST", "/v1/unload_lora_adapter", lora),
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_guards_every_route() {
+    let root = fixture("adapters").display().to_string();
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let file = dir.path().join("keys");
+    fs::write(&file, "two\nthree \n").expect("the file can be written");
+    let file = file.display().to_string();
+    let server =
+        Server::start(&["--api-key", "one", "--api-key-file", &file, "--enable-lora", "--lora-root", &root]).await;
+    let http = reqwest::Client::new();
+    for (method, path, body) in routes() {
+        let ask = async |authorization: Option<&str>| {
+            let request = match method {
+                "GET" => http.get(server.url(path)),
+                _ => http.post(server.url(path)).header("content-type", "application/json").body(body.clone()),
+            };
+            let request = authorization.iter().fold(request, |request, given| request.header("authorization", *given));
+            request.send().await.expect("the server answers").status().as_u16()
+        };
+        for wrong in
+            ["", "one", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Bearer four", "Bearer one two", "Basic one"]
+        {
+            assert_eq!(ask(Some(wrong)).await, 401, "{path}: {wrong:?}");
+        }
+        assert_eq!(ask(None).await, 401, "{path}");
+        for right in ["Bearer one", "bearer two", "BEARER three"] {
+            assert_ne!(ask(Some(right)).await, 401, "{path}: {right:?}");
+        }
+    }
+    for open in ["/", "/health", "/metrics"] {
+        assert_eq!(server.get(open).await.0, 200, "{open}");
+    }
+}
+
+/// A key that nobody has to know is refused, wherever it comes from.
+#[tokio::test]
+async fn a_key_is_not_empty() {
+    let model = fixture("qwen3").display().to_string();
+    let arguments = ["aril-serve", "--model", &model, "--port", "0", "--kv-cache-mib", "8"];
+    for wrong in ["", " ", "two words", "zwölf", "line\nbreak"] {
+        let refused = Options::try_parse_from(arguments.into_iter().chain(["--api-key", wrong]));
+        let refused = refused.expect_err("it is no key").to_string();
+        assert!(refused.contains("a key "), "{refused}");
+    }
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let file = dir.path().join("keys");
+    for wrong in ["", "\n", "one\n\ntwo", "two words"] {
+        fs::write(&file, wrong).expect("the file can be written");
+        let options = arguments.into_iter().chain(["--api-key-file", file.to_str().expect("it is text")]);
+        let refused = aril_serve::start(Options::parse_from(options)).await.expect_err("there is no key");
+        assert!(refused.starts_with("--api-key-file ") && refused.contains("key"), "{refused}");
+    }
+}
+
+/// A page of another origin can send a body of these types without asking the server first.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_is_json_by_its_type() {
+    let root = fixture("adapters").display().to_string();
+    let server = Server::start(&["--enable-lora", "--lora-root", &root]).await;
+    let http = reqwest::Client::new();
+    let types = [
+        None,
+        Some("text/plain"),
+        Some("text/plain;charset=UTF-8"),
+        Some("application/x-www-form-urlencoded"),
+        Some("multipart/form-data; boundary=application/json"),
+        Some("text/plain; application/json"),
+        Some("application/jsonp"),
+    ];
+    for (method, path, body) in routes() {
+        for given in types.iter().filter(|_| method == "POST") {
+            let request =
+                given.iter().fold(http.post(server.url(path)), |request, given| request.header("content-type", *given));
+            let answer = request.body(body.clone()).send().await.expect("the server answers");
+            assert_eq!(answer.status(), 415, "{path}: {given:?}");
+        }
+    }
+    assert_eq!(error(&server.ask("saffron").await).0, 404);
+    for given in ["application/json", "Application/JSON; charset=utf-8", "application/json;x=y"] {
+        let body = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 1 }).to_string();
+        let request = http.post(server.url("/v1/completions")).header("content-type", given).body(body);
+        assert_eq!(request.send().await.expect("the server answers").status(), 200, "{given}");
+    }
+}
+
+/// Whatever a client sends, what is said of it is one short line.
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_are_short_lines() {
+    let server = Server::start(&["--max-body-kib", "4096"]).await;
+    let long = "x".repeat(1_000_000);
+    for body in [
+        json!({ "model": "base", "prompt": "x", &long: 1 }),
+        json!({ "model": "base", "prompt": "x", "guided_json": &long }),
+        json!({ "model": &long, "prompt": "x" }),
+        json!({ "model": "a\nb\u{1b}[31m\u{202e}", "prompt": "x" }),
+    ] {
+        let (status, message) = error(&server.complete(body).await);
+        assert!([400, 404].contains(&status), "{message}");
+        assert!(
+            message.len() < 10_000 && !message.contains(|char: char| char.is_control() || char == '\u{202e}'),
+            "{message}"
+        );
+    }
+}
+
+/// Sends bytes on a connection of its own.
+async fn connect(server: &Server, bytes: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(server.running.address()).await.expect("the server accepts");
+    stream.write_all(bytes).await.expect("the server reads");
+    stream
+}
+
+fn post(body: &str, length: usize) -> Vec<u8> {
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: ";
+    format!("{head}{length}\r\n\r\n{body}").into_bytes()
+}
+
+/// Neither a head nor a body that does not come, nor a reader that stands still, outlives the time of a request.
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_stand_still_are_left() {
+    let server = Server::start(&["--request-seconds", "2", "--drain-seconds", "60", "--max-model-len", "512"]).await;
+    // Each token is 16 KB of log-probabilities, so that the answer fills what the sockets take.
+    let body = json!({
+        "model": "base", "prompt": [vec![1; 16], vec![2; 16], vec![3; 16]], "max_tokens": 400, "ignore_eos": true, "stream": true,
+        "n": 40, "temperature": 1, "logprobs": 20,
+    })
+    .to_string();
+    let idle = connect(&server, b"").await;
+    let mut head = connect(&server, b"GET /health HTTP/1.1\r\nhost:").await;
+    let mut half = connect(&server, &post("{\"model\":", 1000)).await;
+    let mut reader = connect(&server, &post(&body, body.len())).await;
+    // One that never says anything, and goes on saying nothing.
+    let mut slow = connect(&server, b"").await;
+    let dripping = tokio::spawn(async move {
+        for byte in b"GET /health HTTP/1.1\r\nhost: a\r\nx: ".iter().chain(std::iter::repeat_n(&b'a', 1000)) {
+            if slow.write_all(&[*byte]).await.is_err() {
+                return;
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
+        panic!("the head took a minute");
+    });
+    let limit = Duration::from_secs(20);
+    let mut answer = Vec::new();
+    let ended = timeout(limit, half.read_to_end(&mut answer)).await.expect("the wait for a body ends");
+    ended.expect("the connection is closed in order");
+    assert!(answer.starts_with(b"HTTP/1.1 408 "), "{}", String::from_utf8_lossy(&answer));
+    let mut nothing = Vec::new();
+    // It may be reset, or closed.
+    let _ = timeout(limit, head.read_to_end(&mut nothing)).await.expect("the wait for a head ends");
+    timeout(limit, dripping).await.expect("a slow head ends").expect("it is cut");
+    server.holds_nothing().await;
+    // What is left of the stream ends.
+    let mut left = vec![0; 1 << 20];
+    let started = Instant::now();
+    while !matches!(timeout(limit, reader.read(&mut left)).await.expect("the stream ends"), Ok(0) | Err(_)) {
+        assert!(started.elapsed() < limit, "the stream goes on");
+    }
+    drop(idle);
+    let started = Instant::now();
+    server.running.shut_down().await.expect("the server ends");
+    assert!(started.elapsed() < Duration::from_secs(30), "something is still served");
+}
+
+/// A connection without a request does not hold up the end.
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_do_not_hold_up_the_end() {
+    let server = Server::start(&["--drain-seconds", "60"]).await;
+    let idle = connect(&server, b"").await;
+    let head = connect(&server, b"GET /health HTTP/1.1\r\n").await;
+    let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n").await;
+    assert!(kept.read(&mut [0; 1000]).await.expect("it is answered") > 0);
+    let started = Instant::now();
+    server.running.shut_down().await.expect("the server ends");
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    drop((idle, head));
+}
+
+/// Bodies are read, templates rendered and texts tokenized beside the only thread that serves.
+#[tokio::test]
+async fn long_work_stops_nobody() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let template = dir.path().join("template.jinja");
+    let long = "{% for i in range(10000) %}{% for j in range(200) %}{{ '' }}{% endfor %}{% endfor %}";
+    fs::write(&template, long).expect("the template can be written");
+    let server = std::sync::Arc::new(Server::start(&["--chat-template", &template.display().to_string()]).await);
+    let long = std::sync::Arc::clone(&server);
+    let long = tokio::spawn(async move {
+        let body = json!({ "model": "base", "messages": [{ "role": "user", "content": "x" }] });
+        error(&long.post("/v1/chat/completions", body).await)
+    });
+    // Until it has arrived.
+    sleep(Duration::from_millis(100)).await;
+    assert_eq!(server.get("/health").await.0, 200);
+    assert!(!long.is_finished(), "it was short");
+    assert_eq!(long.await.expect("it is answered"), (400, "The prompt is empty.".into()));
+}
