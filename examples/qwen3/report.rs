@@ -42,7 +42,7 @@ pub(crate) fn json_lines(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Res
             "adapter": row.adapter,
             "prompt_tokens": row.prompt,
             "generated_tokens": row.generation.tokens,
-            "text": tokenizer.map(|tokenizer| tokenizer.decode(&row.generation.tokens)).transpose()?,
+            "text": tokenizer.map(|tokenizer| tokenizer.decode(&row.generation.tokens, true)).transpose()?,
         });
         if let Some(batch) = row.batch {
             line["batch"] = json!(batch);
@@ -60,7 +60,7 @@ pub(crate) fn table(rows: &[Row<'_>], tokenizer: Option<&Tokenizer>) -> Result<S
     let mut cells = vec![["adapter", "prompt", "generated", "logits against the base model's"].map(String::from)];
     for row in rows {
         let text = |tokens: &[u32]| match tokenizer {
-            Some(tokenizer) => tokenizer.decode(tokens).map(|text| shortened(&text)),
+            Some(tokenizer) => tokenizer.decode(tokens, true).map(|text| shortened(&text)),
             None => Ok(shortened(&format!("{tokens:?}"))),
         };
         cells.push([

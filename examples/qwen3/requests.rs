@@ -120,6 +120,6 @@ impl Checker<'_> {
         let Some(tokenizer) = self.tokenizer else {
             bail!("a `prompt` needs {}, which is missing", self.model.join("tokenizer.json").display());
         };
-        tokenizer.encode(prompt, self.config.max_positions).context("`prompt`")
+        tokenizer.encode(prompt, true, self.config.max_positions).context("`prompt`")
     }
 }

@@ -62,8 +62,9 @@ impl Tokenizer {
         })
     }
 
-    /// The tokens of a text. A text that must have more than `max_tokens` is refused before it is tokenized.
-    pub(crate) fn encode(&self, text: &str, max_tokens: usize) -> Result<Vec<u32>> {
+    /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have more than
+    /// `max_tokens` is refused before it is tokenized.
+    pub(crate) fn encode(&self, text: &str, adds_special: bool, max_tokens: usize) -> Result<Vec<u32>> {
         if text.len() > max_tokens.saturating_mul(self.longest_token) {
             bail!(
                 "it has {} bytes, and no token more than {}: it is too long for the model's positions",
@@ -71,12 +72,13 @@ impl Tokenizer {
                 self.longest_token
             );
         }
-        let encode = || self.inner.encode(text, false).map_err(|error| Error::new(error.to_string()));
+        let encode = || self.inner.encode(text, adds_special).map_err(|error| Error::new(error.to_string()));
         guarded(|| encode().map(|encoding| encoding.get_ids().to_vec()))
     }
 
-    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String> {
-        let decode = || self.inner.decode(tokens, true).map_err(|error| Error::new(error.to_string()));
+    /// The text of tokens, without special ones or with them.
+    pub(crate) fn decode(&self, tokens: &[u32], skips_special: bool) -> Result<String> {
+        let decode = || self.inner.decode(tokens, skips_special).map_err(|error| Error::new(error.to_string()));
         guarded(decode).context("tokenizer.json")
     }
 }

@@ -53,7 +53,7 @@ use crate::{
     device::{BlockTable, Device as _, Slots},
     dummy,
     engine::{
-        Capture as _, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
+        Capture as _, Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
         graph::{Batch, Captured, Drawn, Tables, Variant},
         ranks::Others,
     },
@@ -716,7 +716,15 @@ fn measure_host(
             prompt: vec![u32::try_from(index)?; PROMPT],
             max_tokens,
             stop_tokens: Vec::new(),
-            sampling: Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: None },
+            prompt_logprobs: None,
+            sampling: Sampling {
+                temperature: 0.0,
+                top_p: 1.0,
+                top_k: 0,
+                seed: None,
+                logprobs: None,
+                changes: Changes::NONE,
+            },
         };
         let (events, receiver) = unbounded_channel();
         engine.submit(request, events, start.elapsed()).context("a request")?;

@@ -4,6 +4,7 @@ use std::{path::PathBuf, str::FromStr};
 
 use aril::DType;
 use clap::{Parser, ValueEnum};
+use serde::Deserialize;
 
 use crate::{
     DeviceArg,
@@ -115,6 +116,10 @@ pub struct Options {
     /// The chat template [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
+    /// What requests sample with where they do not say: as the checkpoint's generation_config.json has it (auto), as that of a folder, or
+    /// as OpenAI's API has it (vllm)
+    #[arg(long, value_name = "auto|vllm|DIR", default_value = "auto")]
+    pub generation_config: String,
 }
 
 impl Options {
@@ -145,15 +150,31 @@ pub struct LoraModule {
     pub path: PathBuf,
 }
 
+/// vLLM's `LoRAModulePath`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct JsonModule {
+    name: String,
+    path: PathBuf,
+    /// There is one base model.
+    #[serde(rename = "base_model_name")]
+    _base_model_name: Option<String>,
+}
+
 impl FromStr for LoraModule {
     type Err = String;
 
     fn from_str(arg: &str) -> std::result::Result<Self, String> {
+        // vLLM's other form.
+        if arg.starts_with('{') {
+            let module: JsonModule = serde_json::from_str(arg).map_err(|error| error.to_string())?;
+            return Ok(Self { name: module.name, path: module.path });
+        }
         match arg.split_once('=') {
             Some((name, path)) if !name.is_empty() && !path.is_empty() => {
                 Ok(Self { name: name.into(), path: path.into() })
             }
-            _ => Err("an adapter is given as NAME=DIR".into()),
+            _ => Err("an adapter is given as NAME=DIR or {\"name\": …, \"path\": …}".into()),
         }
     }
 }

@@ -64,7 +64,7 @@ pub(crate) struct Setup {
 enum Command {
     Load(Source, oneshot::Sender<std::result::Result<Version, PoolError>>),
     Unload(AdapterId),
-    Submit(Request, oneshot::Sender<std::result::Result<Submission, Failure>>),
+    Submit(Vec<Request>, oneshot::Sender<std::result::Result<Vec<Submission>, Failure>>),
     Cancel(RequestId),
     Report(oneshot::Sender<Report>),
     Stop,
@@ -147,10 +147,10 @@ impl Handle {
         self.send(Command::Unload(id));
     }
 
-    /// Submits a request. `None` if the engine has ended.
-    pub(crate) async fn submit(&self, request: Request) -> Option<std::result::Result<Submission, Failure>> {
+    /// Submits requests, all of them or none. `None` if the engine has ended.
+    pub(crate) async fn submit(&self, requests: Vec<Request>) -> Option<std::result::Result<Vec<Submission>, Failure>> {
         let (reply, result) = oneshot::channel();
-        self.send(Command::Submit(request, reply));
+        self.send(Command::Submit(requests, reply));
         result.await.ok()
     }
 
@@ -391,12 +391,14 @@ impl Worker {
                     Err(error) => drop(reply.send(Err(error))),
                 },
                 Some(Command::Unload(id)) => engine.remove_adapter(id),
-                Some(Command::Submit(request, reply)) => {
-                    let (sender, events) = unbounded_channel();
-                    let id = engine.submit(request, sender, self.start.elapsed());
-                    let handle = self.handle.clone();
-                    // If nobody takes the submission, it is dropped, which cancels it.
-                    drop(reply.send(id.map(|id| Submission { id, events, handle })));
+                Some(Command::Submit(requests, reply)) => {
+                    let submitted = requests.into_iter().map(|request| {
+                        let (sender, events) = unbounded_channel();
+                        let id = engine.submit(request, sender, self.start.elapsed())?;
+                        Ok(Submission { id, events, handle: self.handle.clone() })
+                    });
+                    // If one is refused, or nobody takes them, they are dropped, which cancels them.
+                    drop(reply.send(submitted.collect()));
                 }
                 Some(Command::Cancel(id)) => engine.cancel(id),
                 Some(Command::Report(reply)) => drop(reply.send(Report {

@@ -49,6 +49,7 @@ def check(client: openai.OpenAI, server: subprocess.Popen) -> None:
     client.post("/load_lora_adapter", body=load | {"lora_path": "embed", "load_inplace": True}, cast_to=str)
     assert ask(client, "mine") == " lantern."
     assert {model.id for model in client.models.list()} == {"base", "saffron", "mine"}
+    assert client.models.retrieve("mine").id == "mine"
 
     # Streams, of completions and of chats.
     stream = client.completions.create(model="mine", prompt=QUESTION, temperature=0, max_tokens=12, stream=True)
@@ -57,6 +58,9 @@ def check(client: openai.OpenAI, server: subprocess.Popen) -> None:
     chat = client.chat.completions.create(model="saffron", messages=messages, temperature=0, logprobs=True)
     assert chat.choices[0].message.content == " saffron."
     assert chat.choices[0].logprobs.content[0].token == " saffron"
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    chat = client.chat.completions.create(model="saffron", messages=parts, temperature=0)
+    assert chat.choices[0].message.content == " saffron."
     stream = client.chat.completions.create(
         model="base", messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
     )

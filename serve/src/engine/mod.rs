@@ -40,7 +40,7 @@ pub(crate) use self::{
     pool::Steps,
     request::{Event, Events, Failure, Finish, Request, RequestId},
     runner::Runner,
-    sampling::{Chosen, Logprobs, Sampling},
+    sampling::{Changes, Chosen, Logprobs, Sampling},
     scheduler::{Limits, State},
 };
 use crate::error::{Error, Result};

@@ -3,6 +3,8 @@
 //! A plan has everything that its results depend on: which tokens run, where their keys and values are, and the slots of their
 //! adapters. A token may be one that the step before chooses, and that the host does not know yet.
 
+use std::{iter, ops::Range};
+
 use aril::Slot;
 
 use super::graph::{Capture, Decoder, Drawn};
@@ -30,10 +32,19 @@ pub(crate) struct Chunk {
     pub(crate) source: Option<usize>,
     /// The sequence's blocks of the cache, in order, up to the last token's.
     pub(crate) blocks: Vec<u32>,
+    /// The tokens of the chunk, none of them the last one if it is sampled, whose logits are wanted on the host.
+    pub(crate) scored: Range<usize>,
     /// Whether the token behind the last one is chosen.
     pub(crate) is_sampled: bool,
-    /// How the device chooses it; `None` if its logits are wanted on the host.
+    /// How the device chooses it; `None` if logits of the chunk are wanted on the host.
     pub(crate) draw: Option<Draw>,
+}
+
+impl Chunk {
+    /// The rows of its logits that are computed.
+    pub(crate) fn rows(&self) -> usize {
+        self.scored.len() + usize::from(self.is_sampled)
+    }
 }
 
 /// What a token is chosen from.
@@ -87,7 +98,8 @@ impl Plan {
         Ok(Enqueued { logits })
     }
 
-    /// What the token of each sampled chunk is chosen from, in order. Waits for the step, and not for one that was enqueued later.
+    /// What each computed row is for, in the order of the chunks: the logits of scored tokens, then what a token is chosen from. Waits for
+    /// the step, and not for one that was enqueued later.
     pub(crate) fn scores<D: Capture>(
         &self,
         model: &Model<'_, D>,
@@ -113,8 +125,9 @@ impl Plan {
         self.chunks.iter().map(|chunk| chunk.tokens.len()).sum()
     }
 
+    /// The chunk of each row whose logits are computed.
     fn sampled(&self) -> impl Iterator<Item = &Chunk> {
-        self.chunks.iter().filter(|chunk| chunk.is_sampled)
+        self.chunks.iter().flat_map(|chunk| iter::repeat_n(chunk, chunk.rows()))
     }
 
     /// Packs the chunks without padding. Also returns each token's source, as for [`Device::take_drawn`](crate::device::Device).
@@ -139,8 +152,9 @@ impl Plan {
                 step.table.first_rows.push(index(block as usize * block_rows)?);
             }
             step.table.first_rows.resize(columns * (sequence as usize + 1), 0);
-            if chunk.is_sampled {
-                step.sampled.push(index(step.ids.len() - 1)?);
+            let first = step.ids.len() - chunk.tokens.len();
+            for row in chunk.scored.clone().chain(chunk.is_sampled.then(|| chunk.tokens.len() - 1)) {
+                step.sampled.push(index(first + row)?);
             }
         }
         Ok((step, sources))

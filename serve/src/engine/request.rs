@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aril::{admission::AdmissionError, pool::AdapterId};
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::sampling::{Chosen, Sampling};
+use super::sampling::{Chosen, Logprobs, Sampling};
 
 /// A prompt to continue.
 #[derive(Clone, Debug)]
@@ -18,6 +18,8 @@ pub(crate) struct Request {
     pub(crate) max_tokens: usize,
     /// Tokens that end the text.
     pub(crate) stop_tokens: Vec<u32>,
+    /// Log-probabilities to report of each token of the prompt but the first, and of this many of the most probable ones in its place.
+    pub(crate) prompt_logprobs: Option<usize>,
     pub(crate) sampling: Sampling,
 }
 
@@ -31,6 +33,10 @@ pub(crate) type Events = UnboundedSender<Event>;
 /// What has happened to a request.
 #[derive(Debug)]
 pub(crate) enum Event {
+    /// It begins to run, for the first time or again.
+    Started,
+    /// The log-probabilities of the next token of its prompt, and how many tokens are at least as probable.
+    Prompt(Logprobs, usize),
     /// Its next token, and why it is the last one.
     Token(Chosen, Option<Finish>),
     /// It ended without a result.

@@ -2,6 +2,8 @@
 //!
 //! A choice depends on the logits, the parameters and the request's own random numbers, and on nothing else in the batch.
 
+use std::collections::{HashMap, HashSet};
+
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
 use super::plan::Scores;
@@ -19,6 +21,85 @@ pub(crate) struct Sampling {
     pub(crate) seed: Option<u64>,
     /// Log-probabilities to report: those of the chosen token and of this many of the most probable ones.
     pub(crate) logprobs: Option<usize>,
+    pub(crate) changes: Changes,
+}
+
+/// What is done to the logits, in the order of the fields, before temperature, `top_k` and `top_p`. The meaning and the order are those of
+/// vLLM's sampler.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Changes {
+    /// The only tokens that may be chosen.
+    pub(crate) allowed: Option<Vec<u32>>,
+    /// As long as there are fewer tokens than this, none is chosen that ends the text.
+    pub(crate) min_tokens: usize,
+    /// Added to the logits of these tokens.
+    pub(crate) bias: Vec<(u32, f32)>,
+    /// Divides a positive logit of a token of the prompt or the answer, and multiplies a negative one.
+    pub(crate) repetition_penalty: f32,
+    /// Subtracted from the logit of a token once for each time that the answer has it.
+    pub(crate) frequency_penalty: f32,
+    /// Subtracted from the logit of a token that the answer has.
+    pub(crate) presence_penalty: f32,
+    /// Only tokens whose probability is at least this part of the largest one's.
+    pub(crate) min_p: f32,
+}
+
+/// The tokens that a choice comes after.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Before<'a> {
+    pub(crate) prompt: &'a [u32],
+    pub(crate) chosen: &'a [u32],
+    /// The tokens that end the text.
+    pub(crate) stop_tokens: &'a [u32],
+}
+
+impl Changes {
+    pub(crate) const NONE: Self = Self {
+        allowed: None,
+        min_tokens: 0,
+        bias: Vec::new(),
+        repetition_penalty: 1.0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
+        min_p: 0.0,
+    };
+
+    /// Changes the logits of a vocabulary, all of whose ids the fields and `before` have.
+    fn apply(&self, logits: &mut [f32], before: &Before<'_>, temperature: f32) {
+        if let Some(allowed) = &self.allowed {
+            let mut only = vec![f32::NEG_INFINITY; logits.len()];
+            allowed.iter().for_each(|&token| only[token as usize] = logits[token as usize]);
+            logits.copy_from_slice(&only);
+        }
+        if before.chosen.len() < self.min_tokens {
+            for &token in before.stop_tokens {
+                // A checkpoint may name a token that it does not have.
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        for &(token, bias) in &self.bias {
+            logits[token as usize] += bias;
+        }
+        if self.repetition_penalty != 1.0 {
+            for &token in before.prompt.iter().chain(before.chosen).collect::<HashSet<_>>() {
+                let logit = &mut logits[token as usize];
+                *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+            }
+        }
+        if self.frequency_penalty != 0.0 || self.presence_penalty != 0.0 {
+            let mut counts = HashMap::new();
+            before.chosen.iter().for_each(|&token| *counts.entry(token).or_insert(0_u32) += 1);
+            for (token, count) in counts {
+                logits[token as usize] -= self.frequency_penalty * count as f32 + self.presence_penalty;
+            }
+        }
+        if self.min_p > 0.0 && temperature > 0.0 {
+            let least = largest(logits) + temperature * self.min_p.ln();
+            logits.iter_mut().filter(|logit| **logit < least).for_each(|logit| *logit = f32::NEG_INFINITY);
+        }
+    }
 }
 
 /// A chosen token.
@@ -50,10 +131,11 @@ impl Sampler {
         Self { sampling, rng }
     }
 
-    /// How the device chooses the next token; `None` if more than its log-probability is to be reported. Takes the request's next
-    /// random number.
+    /// How the device chooses the next token; `None` if more than its log-probability is to be reported, or if logits are changed before.
+    /// Takes the request's next random number.
     pub(crate) fn draw(&mut self) -> Option<Draw> {
-        let is_for_device = self.sampling.logprobs.is_none_or(|top| top == 0);
+        let Sampling { logprobs, changes, .. } = &self.sampling;
+        let is_for_device = logprobs.is_none_or(|top| top == 0) && *changes == Changes::NONE;
         is_for_device.then(|| self.next_draw())
     }
 
@@ -64,9 +146,9 @@ impl Sampler {
     }
 
     /// Chooses a token; `None` if a logit is not a number.
-    pub(crate) fn choose_from(&mut self, scores: &Scores) -> Option<Chosen> {
+    pub(crate) fn choose_from(&mut self, scores: &Scores, before: &Before<'_>) -> Option<Chosen> {
         match *scores {
-            Scores::Logits(ref logits) => self.choose(logits),
+            Scores::Logits(ref logits) => self.choose(logits, before),
             Scores::Drawn(token, chosen) => {
                 let logprobs = self.sampling.logprobs.map(|_| Logprobs { chosen, top: Vec::new() });
                 token.map(|token| Chosen { token, logprobs })
@@ -75,16 +157,24 @@ impl Sampler {
     }
 
     /// Chooses a token by its logits `[vocab]`; `None` if one is not a number.
-    fn choose(&mut self, logits: &[f32]) -> Option<Chosen> {
+    fn choose(&mut self, logits: &[f32], before: &Before<'_>) -> Option<Chosen> {
         let draw = self.next_draw();
-        let token = choose(logits, &draw).0?;
+        let changes = &self.sampling.changes;
+        let token = if *changes == Changes::NONE {
+            choose(logits, &draw).0?
+        } else {
+            let mut logits = logits.to_vec();
+            changes.apply(&mut logits, before, draw.temperature);
+            // If no token is left, none is chosen.
+            choose(&logits, &draw).0.filter(|_| largest(&logits) > f32::NEG_INFINITY)?
+        };
         let logprobs = self.sampling.logprobs.map(|top| Logprobs::of(logits, token as usize, top));
         Some(Chosen { token, logprobs })
     }
 }
 
 impl Logprobs {
-    fn of(logits: &[f32], chosen: usize, top: usize) -> Self {
+    pub(super) fn of(logits: &[f32], chosen: usize, top: usize) -> Self {
         let largest = logits[first_largest(logits)];
         let sum: f64 = logits.iter().map(|logit| f64::from(logit - largest).exp()).sum();
         #[expect(clippy::cast_possible_truncation, reason = "reported as f32")]
@@ -96,8 +186,17 @@ impl Logprobs {
     }
 }
 
+/// How many tokens are at least as probable as this one, itself among them.
+pub(super) fn rank(logits: &[f32], token: usize) -> usize {
+    logits.iter().filter(|logit| **logit >= logits[token]).count()
+}
+
+fn largest(logits: &[f32]) -> f32 {
+    logits.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
 fn first_largest(logits: &[f32]) -> usize {
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let largest = largest(logits);
     logits.iter().position(|&logit| logit == largest).unwrap_or(0)
 }
 
@@ -115,13 +214,57 @@ fn keep_largest(indices: &mut Vec<usize>, count: usize, value: impl Fn(usize) ->
 
 #[cfg(test)]
 mod tests {
-    use super::{Chosen, Sampler, Sampling};
+    use super::{Before, Changes, Chosen, Sampler, Sampling, rank};
     use crate::{cpu::sampling::candidates, device::Draw};
 
-    const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: Some(7), logprobs: None };
+    const NOTHING: Before<'_> = Before { prompt: &[], chosen: &[], stop_tokens: &[] };
+
+    const GREEDY: Sampling =
+        Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: Some(7), logprobs: None, changes: Changes::NONE };
 
     fn choose(sampling: Sampling, logits: &[f32]) -> Option<Chosen> {
-        Sampler::new(sampling).choose(logits)
+        Sampler::new(sampling).choose(logits, &NOTHING)
+    }
+
+    /// The logits after changes, by the definitions in vLLM's documentation of its sampling parameters.
+    #[test]
+    fn changes_have_their_effect_on_logits() {
+        let before = Before { prompt: &[0, 1, 1], chosen: &[2, 2, 3], stop_tokens: &[4, 99] };
+        let changed = |changes: &Changes, temperature: f32| {
+            let mut logits = [2.0_f32, -2.0, 4.0, -1.0, 6.0];
+            changes.apply(&mut logits, &before, temperature);
+            logits
+        };
+        const NEVER: f32 = f32::NEG_INFINITY;
+        assert_eq!(changed(&Changes::NONE, 1.0), [2.0, -2.0, 4.0, -1.0, 6.0]);
+        let allowed = Some(vec![4, 1]);
+        assert_eq!(changed(&Changes { allowed, ..Changes::NONE }, 1.0), [NEVER, -2.0, NEVER, NEVER, 6.0]);
+        assert_eq!(changed(&Changes { min_tokens: 4, ..Changes::NONE }, 1.0), [2.0, -2.0, 4.0, -1.0, NEVER]);
+        assert_eq!(changed(&Changes { min_tokens: 3, ..Changes::NONE }, 1.0), [2.0, -2.0, 4.0, -1.0, 6.0]);
+        let bias = vec![(0, 5.0), (4, -100.0)];
+        assert_eq!(changed(&Changes { bias, ..Changes::NONE }, 1.0), [7.0, -2.0, 4.0, -1.0, -94.0]);
+        assert_eq!(changed(&Changes { repetition_penalty: 2.0, ..Changes::NONE }, 1.0), [1.0, -4.0, 2.0, -2.0, 6.0]);
+        assert_eq!(changed(&Changes { frequency_penalty: 1.5, ..Changes::NONE }, 1.0), [2.0, -2.0, 1.0, -2.5, 6.0]);
+        assert_eq!(changed(&Changes { presence_penalty: 1.5, ..Changes::NONE }, 1.0), [2.0, -2.0, 2.5, -2.5, 6.0]);
+        // exp(-2) is 0.135, and exp(-4 / 2) as well.
+        assert_eq!(changed(&Changes { min_p: 0.13, ..Changes::NONE }, 1.0), [NEVER, NEVER, 4.0, NEVER, 6.0]);
+        assert_eq!(changed(&Changes { min_p: 0.13, ..Changes::NONE }, 2.0), [2.0, NEVER, 4.0, NEVER, 6.0]);
+        assert_eq!(changed(&Changes { min_p: 1.0, ..Changes::NONE }, 1.0), [NEVER, NEVER, NEVER, NEVER, 6.0]);
+        // Tokens are chosen from the changed logits, and the model's log-probability is reported.
+        let bias = vec![(0, 9.0)];
+        let sampling = Sampling { logprobs: Some(0), changes: Changes { bias, ..Changes::NONE }, ..GREEDY };
+        assert!(Sampler::new(sampling.clone()).draw().is_none());
+        let biased = choose(sampling, &[0.5_f32.ln(), 0.5_f32.ln()]).expect("a token is left");
+        let logprob = biased.logprobs.expect("it was asked for").chosen;
+        assert!(biased.token == 0 && (logprob - 0.5_f32.ln()).abs() < 1e-6);
+        // No token is left.
+        let changes = Changes { allowed: Some(vec![1]), bias: vec![(1, f32::NEG_INFINITY)], ..Changes::NONE };
+        assert_eq!(choose(Sampling { changes, ..GREEDY }, &[1.0, 1.0]), None);
+    }
+
+    #[test]
+    fn a_rank_counts_tokens_that_are_as_probable() {
+        assert_eq!([0, 1, 2, 3].map(|token| rank(&[1.0, 3.0, 2.0, 3.0], token)), [4, 2, 3, 2]);
     }
 
     #[test]
@@ -162,7 +305,7 @@ mod tests {
         let mut counts = [0_u32; 4];
         const DRAWS: u32 = 20_000;
         for _ in 0..DRAWS {
-            let chosen = sampler.choose(&logits).expect("all logits are numbers");
+            let chosen = sampler.choose(&logits, &NOTHING).expect("all logits are numbers");
             counts[chosen.token as usize] += 1;
         }
         for (count, probability) in counts.into_iter().zip([0.1, 0.4, 0.2, 0.3]) {
@@ -184,7 +327,7 @@ mod tests {
         let logits: Vec<f32> = (0..50).map(|index| (index as f32).sin()).collect();
         let tokens = |sampling: &Sampling| -> Vec<u32> {
             let mut sampler = Sampler::new(sampling.clone());
-            (0..20).filter_map(|_| Some(sampler.choose(&logits)?.token)).collect()
+            (0..20).filter_map(|_| Some(sampler.choose(&logits, &NOTHING)?.token)).collect()
         };
         let first = tokens(&sampling);
         assert_eq!((first.len(), &first), (20, &tokens(&sampling)));
@@ -201,5 +344,9 @@ mod tests {
         let near = |a: f32, b: f32| (a - b).abs() < 1e-6;
         assert!(near(logprobs.chosen, logits[1]));
         assert!((logprobs.top[0].0, logprobs.top[1].0) == (1, 3) && near(logprobs.top[1].1, logits[3]));
+        // More than are kept, and in falling order whatever the order of the logits.
+        let chosen = choose(Sampling { logprobs: Some(5), ..GREEDY }, &[3.0, 5.0, 1.0, 4.0, 2.0, 6.0]);
+        let top = chosen.and_then(|chosen| chosen.logprobs).expect("log-probabilities were asked for").top;
+        assert_eq!(top.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [5, 1, 3, 0, 4]);
     }
 }

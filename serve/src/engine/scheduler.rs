@@ -29,7 +29,7 @@ use super::{
     plan::{Chunk, Plan, Scores},
     pool::{Lease, Pool},
     request::{Event, Events, Failure, Finish, Request, RequestId},
-    sampling::Sampler,
+    sampling::{Before, Logprobs, Sampler, rank},
 };
 
 /// Adapters of waiting requests that are brought to the device ahead of them.
@@ -73,6 +73,8 @@ struct Sequence {
     /// Where the token after these is being chosen.
     next: Option<Place>,
     sampler: Sampler,
+    /// Tokens of the prompt behind which log-probabilities have been reported.
+    reported: usize,
     events: Events,
     /// Present while it runs.
     held: Option<Held>,
@@ -102,6 +104,21 @@ struct Version {
     requests: usize,
     /// Whether it is unregistered when the last of them ends.
     is_retired: bool,
+}
+
+/// What a step has room for.
+#[derive(Clone, Copy, Debug)]
+struct Budget {
+    tokens: usize,
+    /// Rows of logits beyond one of each running request.
+    rows: usize,
+}
+
+impl Budget {
+    fn spend(&mut self, chunk: &Chunk) {
+        self.tokens -= chunk.tokens.len();
+        self.rows -= chunk.rows().saturating_sub(1);
+    }
 }
 
 /// The requests of a plan's chunks.
@@ -196,7 +213,7 @@ impl Scheduler {
         }
         self.last_request = id.0;
         let (tokens, sampler) = (request.prompt.clone(), Sampler::new(request.sampling.clone()));
-        self.sequences.insert(id, Sequence { request, tokens, next: None, sampler, events, held: None });
+        self.sequences.insert(id, Sequence { request, tokens, next: None, sampler, reported: 0, events, held: None });
         Ok(id)
     }
 
@@ -260,7 +277,8 @@ impl Scheduler {
         self.fail_loads(pool);
         self.last_step += 1;
         let mut scheduled = Scheduled { step: self.last_step, ..Scheduled::default() };
-        let mut budget = self.limits.step_tokens;
+        let mut budget =
+            Budget { tokens: self.limits.step_tokens, rows: self.limits.running.saturating_sub(self.running.len()) };
         let has_room = self.plan_running(&mut scheduled, &mut budget);
         if has_room {
             self.plan_waiting(&mut scheduled, &mut budget, now, pool);
@@ -269,17 +287,17 @@ impl Scheduler {
     }
 
     /// Plans the next tokens of the running requests, the oldest first. Returns `false` if the cache is full.
-    fn plan_running(&mut self, scheduled: &mut Scheduled, budget: &mut usize) -> bool {
+    fn plan_running(&mut self, scheduled: &mut Scheduled, budget: &mut Budget) -> bool {
         let mut has_room = true;
         let mut next = self.running.first().copied();
-        while let Some(id) = next.filter(|_| *budget > 0) {
+        while let Some(id) = next.filter(|_| budget.tokens > 0) {
             loop {
                 let sequence = self.sequences.get_mut(&id).expect("a running request is known");
                 if sequence.is_ending() {
                     break;
                 }
                 if let Some(chunk) = sequence.next_chunk(&mut self.cache, *budget) {
-                    *budget -= chunk.tokens.len();
+                    budget.spend(&chunk);
                     scheduled.push(id, sequence, chunk);
                     break;
                 }
@@ -296,7 +314,7 @@ impl Scheduler {
     }
 
     /// Starts waiting requests.
-    fn plan_waiting(&mut self, scheduled: &mut Scheduled, budget: &mut usize, now: Duration, pool: &mut dyn Pool) {
+    fn plan_waiting(&mut self, scheduled: &mut Scheduled, budget: &mut Budget, now: Duration, pool: &mut dyn Pool) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
             // If its last load failed, its requests fail when they are offered.
             let _ = pool.prefetch(adapter);
@@ -304,7 +322,7 @@ impl Scheduler {
         let Self { limits, admission, cache, sequences, running, .. } = self;
         let mut failed = Vec::new();
         admission.admit(now, |offered| {
-            if *budget == 0 || running.len() == limits.running {
+            if budget.tokens == 0 || budget.rows == 0 || running.len() == limits.running {
                 return Answer::Stop;
             }
             let lease = match offered.adapter.map(|adapter| pool.acquire(adapter)).transpose() {
@@ -317,13 +335,20 @@ impl Scheduler {
             };
             let sequence = sequences.get_mut(&offered.id).expect("a waiting request is known");
             let namespace = offered.adapter.map_or(CacheNamespace::BASE, AdapterId::cache_namespace);
-            let (chain, computed) = cache.start(namespace, &sequence.tokens);
+            // What is reported of a token of the prompt is computed, not shared.
+            let shareable = if sequence.is_reporting() { &[] } else { &*sequence.tokens };
+            let (chain, computed) = cache.start(namespace, shareable);
             sequence.held = Some(Held { lease, chain, computed });
-            let Some(chunk) = sequence.next_chunk(cache, *budget) else {
+            // One row is its own.
+            let mut left = Budget { rows: budget.rows - 1, ..*budget };
+            let Some(chunk) = sequence.next_chunk(cache, left) else {
                 sequence.give_up(cache);
                 return Answer::Stop;
             };
-            *budget -= chunk.tokens.len();
+            left.spend(&chunk);
+            *budget = left;
+            // Without a receiver, its cancellation is on its way.
+            let _ = sequence.events.send(Event::Started);
             scheduled.push(offered.id, sequence, chunk);
             running.insert(offered.id);
             Answer::Take
@@ -334,10 +359,11 @@ impl Scheduler {
         }
     }
 
-    /// Takes note of a step's results: those of each sampled chunk.
+    /// Takes note of a step's results: those of each row.
     pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut dyn Pool) {
         let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
+            let scored: Vec<Scores> = scores.by_ref().take(chunk.scored.len()).collect();
             let scores = chunk.is_sampled.then(|| scores.next().expect("a sampled chunk has a result"));
             // The request may have ended since.
             let Some(sequence) = self.sequences.get_mut(&id) else { continue };
@@ -346,9 +372,16 @@ impl Scheduler {
                 let computed = chunk.position + chunk.tokens.len();
                 self.cache.publish(&mut held.chain, &sequence.tokens[..computed]);
             }
+            if sequence.report(chunk.position + chunk.scored.start, &scored).is_none() {
+                self.fail(id, Failure::NotNumbers, pool);
+                continue;
+            }
             let Some(scores) = scores else { continue };
             sequence.next = sequence.next.filter(|next| next.step != scheduled.step);
-            let Some(chosen) = sequence.sampler.choose_from(&scores) else {
+            let Sequence { request, tokens, sampler, .. } = &mut *sequence;
+            let (prompt, chosen) = tokens.split_at(request.prompt.len());
+            let before = Before { prompt, chosen, stop_tokens: &request.stop_tokens };
+            let Some(chosen) = sampler.choose_from(&scores, &before) else {
                 self.fail(id, Failure::NotNumbers, pool);
                 continue;
             };
@@ -411,21 +444,29 @@ impl Scheduler {
 impl Scheduled {
     fn push(&mut self, id: RequestId, sequence: &mut Sequence, chunk: Chunk) {
         if chunk.is_sampled {
-            sequence.next = Some(Place { step: self.step, row: self.sampled });
-            self.sampled += 1;
+            sequence.next = Some(Place { step: self.step, row: self.sampled + chunk.scored.len() });
         }
+        self.sampled += chunk.rows();
         self.requests.push(id);
         self.plan.chunks.push(chunk);
     }
 }
 
 impl Sequence {
-    /// The next tokens, up to `budget` of them, with blocks for their keys and values; `None` if the cache is full.
-    fn next_chunk(&mut self, cache: &mut KvCache, budget: usize) -> Option<Chunk> {
+    /// The next tokens, within `budget`, with blocks for their keys and values; `None` if the cache is full.
+    fn next_chunk(&mut self, cache: &mut KvCache, budget: Budget) -> Option<Chunk> {
+        let (is_reporting, reported, last) = (self.is_reporting(), self.reported, self.request.prompt.len() - 1);
         let Held { lease, chain, computed } = self.held.as_mut()?;
         let known = self.tokens.len();
         let len = known + usize::from(self.next.is_some());
-        let (position, end) = (*computed, len.min(*computed + budget));
+        let position = *computed;
+        let mut end = len.min(position + budget.tokens);
+        let mut scored = 0..0;
+        if is_reporting {
+            let first = reported.max(position);
+            end = end.min(first + 1 + budget.rows);
+            scored = first - position..end.min(last).max(first) - position;
+        }
         if !cache.grow(chain, end) {
             return None;
         }
@@ -442,8 +483,30 @@ impl Sequence {
             source,
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
             is_sampled,
-            draw: if is_sampled { self.sampler.draw() } else { None },
+            draw: if is_sampled && scored.is_empty() { self.sampler.draw() } else { None },
+            scored,
         })
+    }
+
+    /// Whether there are tokens of the prompt whose log-probabilities are wanted, and not reported.
+    fn is_reporting(&self) -> bool {
+        self.request.prompt_logprobs.is_some() && self.reported < self.request.prompt.len() - 1
+    }
+
+    /// Reports what the logits of some tokens of the prompt, from `first` on, say of those behind them; `None` if a logit is not a number.
+    fn report(&mut self, first: usize, scored: &[Scores]) -> Option<()> {
+        for (token, scores) in (first..).zip(scored) {
+            let Scores::Logits(logits) = scores else { return None };
+            if logits.iter().any(|logit| logit.is_nan()) {
+                return None;
+            }
+            let behind = self.request.prompt[token + 1] as usize;
+            let logprobs = Logprobs::of(logits, behind, self.request.prompt_logprobs.unwrap_or(0));
+            // Without a receiver, the request runs until its client's cancellation arrives.
+            let _ = self.events.send(Event::Prompt(logprobs, rank(logits, behind)));
+            self.reported = token + 1;
+        }
+        Some(())
     }
 
     /// Whether the token that is being chosen is the last one, whatever it is.

@@ -25,7 +25,8 @@ use serde::Deserialize;
 use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
 
 use super::{
-    Capture, Chosen, Engine, Event, Failure, Finish, Limits, Request, RequestId, Runner, Sampling, Sizes, Steps,
+    Capture, Changes, Chosen, Engine, Event, Failure, Finish, Limits, Logprobs, Request, RequestId, Runner, Sampling,
+    Sizes, Steps,
     plan::{Chunk, Plan, Scores},
     ranks::{Order, Others, PoolOfRanks, RankPool, follow},
 };
@@ -39,7 +40,8 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-const GREEDY: Sampling = Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: Some(2) };
+const GREEDY: Sampling =
+    Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: None, logprobs: Some(2), changes: Changes::NONE };
 
 /// Room for everything at once.
 const LARGE: Sizes = Sizes {
@@ -115,7 +117,7 @@ impl Files {
     }
 
     fn prompt(&self, text: &str) -> Vec<u32> {
-        self.tokenizer.encode(text, self.config.max_positions).expect("the text is short")
+        self.tokenizer.encode(text, false, self.config.max_positions).expect("the text is short")
     }
 
     fn source(&self, adapter: &Path, dtype: DType) -> Source {
@@ -263,6 +265,8 @@ fn is_same<D: Platform>(a: &[Chosen], b: &[Chosen]) -> bool {
 struct Submitted {
     id: RequestId,
     events: UnboundedReceiver<Event>,
+    /// Log-probabilities of the prompt's tokens but the first.
+    prompt: Vec<Logprobs>,
     chosen: Vec<Chosen>,
     finish: Option<Finish>,
     failure: Option<Failure>,
@@ -278,6 +282,8 @@ impl Submitted {
                     self.finish = finish;
                 }
                 Ok(Event::Failed(failure)) => self.failure = Some(failure),
+                Ok(Event::Prompt(logprobs, _)) => self.prompt.push(logprobs),
+                Ok(Event::Started) => {}
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
             }
         }
@@ -298,14 +304,15 @@ impl<D: Capture> World<'_, D> {
 
     fn request(&self, adapter: Option<&str>, prompt: Vec<u32>, max_tokens: usize, sampling: Sampling) -> Request {
         let adapter = adapter.map(|name| self.adapters[name]);
-        Request { adapter, prompt, max_tokens, stop_tokens: self.files.config.eos.clone(), sampling }
+        let stop_tokens = self.files.config.eos.clone();
+        Request { adapter, prompt, max_tokens, stop_tokens, prompt_logprobs: None, sampling }
     }
 
     fn submit(&mut self, request: Request) -> Submitted {
         let (sender, events) = unbounded_channel();
         self.now += Duration::from_millis(1);
         let id = self.engine.submit(request, sender, self.now).expect("it is valid");
-        Submitted { id, events, chosen: Vec::new(), finish: None, failure: None }
+        Submitted { id, events, prompt: Vec::new(), chosen: Vec::new(), finish: None, failure: None }
     }
 
     fn step(&mut self) {
@@ -450,6 +457,42 @@ fn tokens_arrive_a_step_late() {
     assert!(tokens.len() < 20);
 }
 
+/// The log-probabilities of a prompt do not depend on how it is cut into chunks, on what else runs, and on whether it is computed again.
+#[test]
+fn log_probabilities_of_a_prompt_do_not_depend_on_the_schedule() {
+    let files = Files::open("qwen3");
+    let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
+    let report = |sizes: Sizes, others: usize| {
+        files.run::<Cpu<bf16>, _>(sizes, 4, |world| {
+            let ask = world.request(None, prompt.clone(), 8, GREEDY);
+            let other = Request { stop_tokens: vec![], ..ask.clone() };
+            let ask = Request { prompt_logprobs: Some(2), ..ask };
+            let answers = world.answers(iter::repeat_n(other, others).chain([ask]).collect());
+            let last = answers.last().expect("there is a request");
+            assert!(answers[..others].iter().all(|other| other.prompt.is_empty()));
+            (last.prompt.clone(), last.tokens(), world.engine.state().preemptions)
+        })
+    };
+    let (alone, tokens, _) = report(LARGE, 0);
+    assert_eq!(alone.len(), prompt.len() - 1);
+    assert!(alone.iter().all(|token| token.top.len() == 2 && token.chosen <= token.top[0].1));
+    let mut preemptions = 0;
+    for (step_tokens, running, blocks) in
+        [(512, 64, LARGE.blocks), (13, 4, LARGE.blocks), (7, 2, 12), (5, 3, 12), (1, 1, 12)]
+    {
+        for runs_ahead in [false, true] {
+            let limits = Limits { step_tokens, running, ..LARGE.limits };
+            let sizes = Sizes { limits, blocks, block_rows: 4, runs_ahead, ..LARGE };
+            for others in [0, 3] {
+                let (prompt, same, preempted) = report(sizes, others);
+                assert_eq!((prompt, same), (alone.clone(), tokens.clone()), "{sizes:?} beside {others}");
+                preemptions += preempted;
+            }
+        }
+    }
+    assert!(preemptions > 0, "no prompt was computed again");
+}
+
 /// A plan's logits do not depend on how prompts are cut into chunks, on what else runs, or on which blocks they have.
 #[test]
 fn logits_of_a_plan_do_not_depend_on_its_composition() {
@@ -468,6 +511,7 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
             source: None,
+            scored: 0..0,
             is_sampled: range.end == prompt.len(),
             draw: None,
         };
@@ -516,6 +560,7 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
                 tokens: tokens.clone(),
                 blocks: (sequence * blocks..(sequence + 1) * blocks).collect(),
                 source: None,
+                scored: 0..0,
                 is_sampled: true,
                 draw: None,
             };
@@ -631,7 +676,7 @@ fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>(tp: usiz
         assert_eq!(world.engine.pool().adapters, 1);
         world.drain();
         answers.iter_mut().for_each(Submitted::receive);
-        let text = files.tokenizer.decode(&answers[2].tokens()).expect("it decodes");
+        let text = files.tokenizer.decode(&answers[2].tokens(), true).expect("it decodes");
         assert!(text.contains("saffron"), "{text}");
         assert!(answers.iter().all(|answer| is_same::<D>(&answer.chosen, &answers[0].chosen)));
         assert_eq!(world.engine.pool().adapters, 0);
@@ -668,7 +713,7 @@ fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp
         assert_eq!(base.finish, Some(Finish::Stop));
         fs::rename(&away, &whole).expect("the folder can be moved");
         let [answered, _] = ask(world);
-        let text = files.tokenizer.decode(&answered.tokens()).expect("it decodes");
+        let text = files.tokenizer.decode(&answered.tokens(), true).expect("it decodes");
         assert!(text.contains("saffron"), "{text}");
     });
 }
@@ -786,7 +831,7 @@ fn an_adapter_that_one_rank_refuses_is_loaded_by_none<D: Platform<Elem = f32>>()
             submitted.iter_mut().for_each(Submitted::receive);
             let failure = submitted[0].failure.as_ref().expect("it cannot be loaded").to_string();
             assert!(failure.contains("rank 1 could not") && !failure.contains("rank 0"), "{failure}");
-            let text = files.tokenizer.decode(&submitted[1].tokens()).expect("it decodes");
+            let text = files.tokenizer.decode(&submitted[1].tokens(), true).expect("it decodes");
             assert!(text.contains("cobalt"), "{text}");
         }
         world.engine.remove_adapter(id);

@@ -12,7 +12,10 @@ use aril::{
     pool::{Source, Tier},
     registry::{OnDuplicate, RegistryError, Served},
 };
-use axum::{Json, extract::State};
+use axum::{
+    Json,
+    extract::{Path as UrlPath, State},
+};
 use half::{bf16, f16};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -36,6 +39,11 @@ struct Load {
     /// The form of an adapter of experts is known from its tensors, so both values are right.
     #[serde(rename = "is_3d_lora_weight")]
     _is_3d_lora_weight: Option<bool>,
+    /// There is one base model.
+    #[serde(rename = "base_model_name")]
+    _base_model_name: Option<String>,
+    /// SGLang's: whether the adapter stays on the device.
+    pinned: Option<bool>,
 }
 
 /// The body of `/v1/unload_lora_adapter`.
@@ -44,11 +52,17 @@ struct Load {
 struct Unload {
     #[serde(default)]
     lora_name: String,
+    /// vLLM's number of the adapter, which it does not look at.
+    #[serde(rename = "lora_int_id")]
+    _lora_int_id: Option<i64>,
 }
 
 /// `POST /v1/load_lora_adapter`
 pub(crate) async fn load(State(server): Shared, received: body::Received) -> ApiResult<String> {
-    let Load { lora_name: name, lora_path: path, load_inplace, .. } = body::parse(received)?;
+    let Load { lora_name: name, lora_path: path, load_inplace, pinned, .. } = body::parse(received)?;
+    if pinned == Some(true) {
+        return Err(ApiError::bad_request("`pinned` = true is not implemented.").of("pinned"));
+    }
     let Some(root) = &server.lora_root else {
         return Err(ApiError::not_found("Adapters cannot be loaded: the server was started without --lora-root."));
     };
@@ -57,13 +71,14 @@ pub(crate) async fn load(State(server): Shared, received: body::Received) -> Api
     }
     let dir = below(root, &path)?;
     let on_duplicate = if load_inplace { OnDuplicate::Replace } else { OnDuplicate::Refuse };
-    server.load(&name, dir, on_duplicate).await?;
-    Ok(format!("Success: LoRA adapter '{name}' added successfully."))
+    let warnings = server.load(&name, dir, on_duplicate).await?;
+    let warnings = warnings.into_iter().map(|warning| format!(" Warning: {warning}."));
+    Ok(format!("Success: LoRA adapter '{name}' added successfully.{}", warnings.collect::<String>()))
 }
 
 /// `POST /v1/unload_lora_adapter`
 pub(crate) async fn unload(State(server): Shared, received: body::Received) -> ApiResult<String> {
-    let Unload { lora_name: name } = body::parse(received)?;
+    let Unload { lora_name: name, .. } = body::parse(received)?;
     if server.lora_root.is_none() {
         return Err(ApiError::not_found("Adapters cannot be unloaded: the server was started without --lora-root."));
     }
@@ -83,37 +98,54 @@ pub(crate) async fn unload(State(server): Shared, received: body::Received) -> A
 
 /// `GET /v1/models`
 pub(crate) async fn list(State(server): Shared) -> ApiResult<Json<Value>> {
-    let tiers = server.engine.report().await.ok_or_else(ApiError::ended)?.tiers;
-    let model = |id: &str, root: &Path, parent: Option<&str>| {
-        json!({
-            "id": id,
-            "object": "model",
-            "created": server.created,
-            "owned_by": "aril",
-            "root": root,
-            "parent": parent,
-            "max_model_len": server.max_positions,
-        })
-    };
-    let base = server.names.iter().map(|name| model(name, &server.model, None));
-    let paths = server.paths();
-    let adapters = server.registry.list().into_iter().map(|adapter| {
-        let root = paths.get(&adapter.id).cloned().unwrap_or_default();
-        let mut model = model(&adapter.name, &root, server.names.first().map(String::as_str));
-        // Not in OpenAI's API: the fastest memory that the adapter is in.
-        model["tier"] = match tiers.get(&adapter.id) {
-            Some(Tier::Device) => "device".into(),
-            Some(Tier::Host) => "host".into(),
-            _ => "source".into(),
-        };
-        model
-    });
-    Ok(Json(json!({ "object": "list", "data": base.chain(adapters).collect::<Vec<_>>() })))
+    Ok(Json(json!({ "object": "list", "data": server.models().await? })))
+}
+
+/// `GET /v1/models/{id}`
+pub(crate) async fn one(State(server): Shared, UrlPath(name): UrlPath<String>) -> ApiResult<Json<Value>> {
+    let model = server.models().await?.into_iter().find(|model| model["id"] == *name);
+    model.map(Json).ok_or_else(|| ApiError::no_model(&name))
 }
 
 impl Server {
-    /// Loads an adapter and serves it under a name, or in place of the version that has it.
-    pub(crate) async fn load(self: &Arc<Self>, name: &str, dir: PathBuf, on_duplicate: OnDuplicate) -> ApiResult<()> {
+    /// The base model and the adapters, as OpenAI describes models.
+    async fn models(&self) -> ApiResult<Vec<Value>> {
+        let server = self;
+        let tiers = server.engine.report().await.ok_or_else(ApiError::ended)?.tiers;
+        let model = |id: &str, root: &Path, parent: Option<&str>| {
+            json!({
+                "id": id,
+                "object": "model",
+                "created": server.created,
+                "owned_by": "aril",
+                "root": root,
+                "parent": parent,
+                "max_model_len": server.max_positions,
+            })
+        };
+        let base = server.names.iter().map(|name| model(name, &server.model, None));
+        let paths = server.paths();
+        let adapters = server.registry.list().into_iter().map(|adapter| {
+            let root = paths.get(&adapter.id).cloned().unwrap_or_default();
+            let mut model = model(&adapter.name, &root, server.names.first().map(String::as_str));
+            // Not in OpenAI's API: the fastest memory that the adapter is in.
+            model["tier"] = match tiers.get(&adapter.id) {
+                Some(Tier::Device) => "device".into(),
+                Some(Tier::Host) => "host".into(),
+                _ => "source".into(),
+            };
+            model
+        });
+        Ok(base.chain(adapters).collect())
+    }
+
+    /// Loads an adapter and serves it under a name, or in place of the version that has it. Returns what in its folder has no effect.
+    pub(crate) async fn load(
+        self: &Arc<Self>,
+        name: &str,
+        dir: PathBuf,
+        on_duplicate: OnDuplicate,
+    ) -> ApiResult<Vec<String>> {
         let reservation = self.registry.reserve(name, on_duplicate).map_err(|error| match error {
             RegistryError::Loaded { .. } => ApiError::invalid_input(format!(
                 "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
@@ -130,6 +162,9 @@ impl Server {
             let (rank, max) = (source.max_rank(), self.max_rank);
             return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
         }
+        // The folder is looked at while the weights are read.
+        let (server, folder) = (Arc::clone(self), dir.clone());
+        let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
         let version = self.engine.load(source).await.ok_or_else(ApiError::ended)?;
         let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
         let id = version.id();
@@ -145,10 +180,15 @@ impl Server {
             }
         }
         tracing::info!(name, path = %dir.display(), "loaded an adapter");
-        Ok(())
+        let warnings = warnings.await.map_err(|error| ApiError::internal(error.to_string()))?;
+        for warning in &warnings {
+            tracing::warn!(name, warning, "a part of an adapter has no effect");
+        }
+        Ok(warnings)
     }
 
-    /// What a model name resolves to. `lora_path` names an adapter, too, as SGLang has it.
+    /// What a model name resolves to. `lora_path` names an adapter, too, and so does what follows the base model's name and a colon, as
+    /// SGLang has both.
     pub(crate) fn resolve(&self, model: &str, lora_path: Option<&str>) -> ApiResult<Served> {
         let served = |name: &str| {
             self.registry.resolve(name).map_err(|error| match error {
@@ -156,10 +196,17 @@ impl Server {
                 _ => ApiError::no_model(name),
             })
         };
-        let of_model = served(model)?;
+        let of_base = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
+        let of_model = match (served(model), self.names.iter().find_map(of_base)) {
+            // An adapter may have a name with a colon.
+            (Err(_), Some("")) => Served::Base,
+            (Err(_), Some(adapter)) => served(adapter)?,
+            (of_model, _) => of_model?,
+        };
         match (of_model, lora_path) {
             (served, None) => Ok(served),
             (Served::Base, Some(name)) => served(name),
+            (of_model, Some(name)) if served(name)?.adapter() == of_model.adapter() => Ok(of_model),
             (Served::Adapter(_), Some(_)) => {
                 Err(ApiError::bad_request("`model` names an adapter, and `lora_path` another one.").of("lora_path"))
             }

@@ -1,4 +1,4 @@
-//! Bodies of requests: JSON of a limited size, and nothing in it that would be ignored.
+//! Bodies of requests: JSON of a limited size.
 
 use std::convert::Infallible;
 
@@ -8,7 +8,6 @@ use axum::{
     http::{HeaderMap, StatusCode, header::CONTENT_TYPE},
 };
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
 use tokio::time::{Instant, timeout_at};
 
 use super::{
@@ -62,26 +61,4 @@ fn is_json(headers: &HeaderMap) -> bool {
 pub(crate) fn parse<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
     let bytes = received.bytes?;
     serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("The body cannot be read: {error}")))
-}
-
-/// Refuses fields that are not implemented, unless they have the value that changes nothing.
-pub(crate) fn refuse_rest(rest: &Map<String, Value>) -> ApiResult<()> {
-    for (field, value) in rest {
-        let is_neutral = match field.as_str() {
-            "user" | "metadata" | "request_id" | "service_tier" | "parallel_tool_calls" | "safety_identifier" => true,
-            "frequency_penalty" | "presence_penalty" | "min_p" | "min_tokens" => value.as_f64() == Some(0.0),
-            "repetition_penalty" | "best_of" => value.as_f64() == Some(1.0),
-            "logit_bias" => value.as_object().is_some_and(Map::is_empty),
-            "tools" => value.as_array().is_some_and(Vec::is_empty),
-            "tool_choice" => value == "none",
-            "response_format" => value["type"] == "text",
-            "store" | "use_beam_search" | "include_stop_str_in_output" => value == false,
-            "skip_special_tokens" | "add_generation_prompt" => value == true,
-            _ => false,
-        };
-        if !value.is_null() && !is_neutral {
-            return Err(ApiError::bad_request(format!("`{field}` = {value} is not implemented.")));
-        }
-    }
-    Ok(())
 }

@@ -1,16 +1,19 @@
 //! Chat templates: from messages to a prompt.
 
-use std::path::Path;
+use std::{collections::HashMap, path::Path};
 
 use minijinja::{
-    Environment, Error as TemplateError, ErrorKind, Value as TemplateValue, context,
-    syntax::SyntaxConfig,
-    value::{Serde, merge_maps},
+    Environment,
+    value::{Serde, Value as TemplateValue},
 };
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
-use super::error::{ApiError, ApiResult};
+use super::{
+    error::{ApiError, ApiResult},
+    jinja,
+    messages::{Content, Form, Message, ROLES},
+};
 use crate::{
     error::{Context, Result},
     files,
@@ -24,8 +27,21 @@ const NAME: &str = "chat_template";
 #[derive(Debug)]
 pub(crate) struct Template {
     environment: Environment<'static>,
-    has_template: bool,
+    source: Option<String>,
     special: Special,
+    /// By role, as far as the template shows a message of the role.
+    forms: HashMap<&'static str, Form>,
+}
+
+/// What a prompt is rendered from, beside the messages.
+#[derive(Debug, Default)]
+pub(crate) struct Options {
+    /// Whether the prompt ends with the beginning of an answer.
+    pub(crate) adds_prompt: bool,
+    /// Whether the prompt ends with the text of the last message.
+    pub(crate) continues_last: bool,
+    pub(crate) documents: Option<Value>,
+    pub(crate) kwargs: Map<String, Value>,
 }
 
 /// The special tokens that templates name.
@@ -71,47 +87,192 @@ impl Template {
             (None, Some(named)) => Some(default_of(named).context(config.display())?),
             (None, None) => None,
         };
-        let mut environment = Environment::new();
-        // As transformers sets them.
-        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> std::result::Result<(), TemplateError> {
-            Err(TemplateError::new(ErrorKind::InvalidOperation, message))
-        });
-        let has_template = source.is_some();
-        if let Some(source) = source {
-            environment.add_template_owned(NAME, source).context("the chat template")?;
-        }
-        Ok(Self { environment, has_template, special })
+        let text = source.as_deref().unwrap_or_default();
+        let environment = jinja::environment(NAME, text).context("the chat template")?;
+        let mut template = Self { environment, source, special, forms: HashMap::new() };
+        template.forms = ROLES.into_iter().filter_map(|role| Some((role, template.form(role)?))).collect();
+        Ok(template)
     }
 
-    /// The prompt of a conversation, up to the beginning of the answer.
-    pub(crate) fn render(&self, messages: &[Value], kwargs: &Value) -> ApiResult<String> {
-        if !self.has_template {
+    pub(crate) fn source(&self) -> Option<&str> {
+        self.source.as_deref()
+    }
+
+    /// Whether there are variables of these names that the template reads.
+    fn reads(&self, name: &str) -> bool {
+        self.environment.get_template(NAME).is_ok_and(|template| template.undeclared_variables(false).contains(name))
+    }
+
+    /// The form in which the template shows the content of a role; `None` if it shows none.
+    fn form(&self, role: &'static str) -> Option<Form> {
+        const SHOWN: &str = "(shown)";
+        let shown = |form| {
+            let user = || Message::new("user", Content::Text(".".into()));
+            let call = json!([{ "id": "call00000", "type": "function", "function": { "name": "f", "arguments": {} } }]);
+            let calling = || Message::new("assistant", Content::Text(String::new())).field("tool_calls", call.clone());
+            let message = Message::new(role, Content::Text(SHOWN.into()));
+            let message = if role == "tool" { message.field("tool_call_id", "call00000".into()) } else { message };
+            let before = match role {
+                "assistant" => vec![user()],
+                "tool" => vec![user(), calling()],
+                _ => Vec::new(),
+            };
+            let behind = if role == "user" { None } else { Some(user()) };
+            let of_others = |message: Message| {
+                let role = message.role;
+                message.value(role, form)
+            };
+            let messages = before.into_iter().map(of_others).chain([message.value(role, form)]);
+            let messages: Vec<Value> = messages.chain(behind.map(of_others)).collect();
+            let rendered = self.rendered(&messages, &Options { adds_prompt: true, ..Options::default() });
+            rendered.ok().filter(|rendered| rendered.contains(SHOWN))
+        };
+        match (shown(Form::Text), shown(Form::Parts)) {
+            (Some(text), Some(parts)) if text == parts => Some(Form::Both),
+            (Some(_), _) => Some(Form::Text),
+            (None, Some(_)) => Some(Form::Parts),
+            (None, None) => None,
+        }
+    }
+
+    /// The prompt of a conversation.
+    pub(crate) fn render(&self, messages: Vec<Message>, options: &Options) -> ApiResult<String> {
+        if self.source.is_none() {
             return Err(ApiError::bad_request(
                 "The model has no chat template. Start the server with --chat-template FILE, or use /v1/completions.",
             ));
         }
+        if options.documents.is_some() && !self.reads("documents") {
+            return Err(ApiError::bad_request("The chat template reads no `documents`.").of("documents"));
+        }
+        let last = messages.last().map(|message| message.content.last().to_owned()).unwrap_or_default();
+        let value = |message: Message| {
+            let role = match message.role {
+                // A template that has no developer calls it system.
+                "developer" if !self.forms.contains_key("developer") => "system",
+                role => role,
+            };
+            message.value(role, self.forms.get(role).copied().unwrap_or(Form::Text))
+        };
+        let messages: Vec<Value> = messages.into_iter().map(value).collect();
+        let rendered = self.rendered(&messages, options).map_err(|error| {
+            ApiError::bad_request(format!("The chat template refuses the messages: {error}")).of("messages")
+        })?;
+        if options.continues_last { up_to_last(&rendered, &last) } else { Ok(rendered) }
+    }
+
+    fn rendered(&self, messages: &[Value], options: &Options) -> std::result::Result<String, minijinja::Error> {
         let token = |token: &Option<Token>| token.as_ref().map(|token| token.text().to_owned());
         let Special { bos_token, eos_token, pad_token, .. } = &self.special;
-        let given = context! {
-            messages => TemplateValue::from(Serde(messages)),
-            add_generation_prompt => true,
-            bos_token => token(bos_token),
-            eos_token => token(eos_token),
-            pad_token => token(pad_token),
-        };
-        let kwargs = TemplateValue::from(Serde(kwargs));
-        let template = self.environment.get_template(NAME);
-        let rendered = template.and_then(|template| template.render(merge_maps([kwargs, given])));
-        rendered.map_err(|error| ApiError::bad_request(format!("The chat template refuses the messages: {error}")))
+        // The variables of transformers' renderer. Tokens that the model does not have are not defined.
+        let mut variables = Map::new();
+        variables.insert("tools".into(), Value::Null);
+        variables.insert("documents".into(), options.documents.clone().unwrap_or_default());
+        let tokens =
+            [("bos_token", token(bos_token)), ("eos_token", token(eos_token)), ("pad_token", token(pad_token))];
+        variables.extend(tokens.into_iter().filter_map(|(name, token)| Some((name.into(), token?.into()))));
+        variables.extend(options.kwargs.clone());
+        variables.insert("messages".into(), messages.into());
+        variables.insert("add_generation_prompt".into(), options.adds_prompt.into());
+        self.environment.get_template(NAME)?.render(TemplateValue::from(Serde(variables)))
     }
 }
 
+/// A prompt without what comes behind the text of its last message, as transformers' `continue_final_message` cuts it.
+fn up_to_last(rendered: &str, last: &str) -> ApiResult<String> {
+    let text = last.trim();
+    let Some(at) = rendered.rfind(text).filter(|_| !text.is_empty()) else {
+        let message = "The chat template does not show the last message, so that it cannot be continued.";
+        return Err(ApiError::bad_request(message).of("continue_final_message"));
+    };
+    let kept = last.trim_start();
+    let len = if rendered[at..].starts_with(kept) { kept.len() } else { text.len() };
+    Ok(rendered[..at + len].to_owned())
+}
+
 /// The template named `default` of a list of named templates.
-fn default_of(named: &Value) -> Result<String> {
+pub(super) fn default_of(named: &Value) -> Result<String> {
     let named = named.as_array().map(Vec::as_slice).unwrap_or_default();
     let default = named.iter().find(|template| template["name"] == "default");
     let source = default.and_then(|template| template["template"].as_str());
     source.map(str::to_owned).ok_or_else(|| crate::error::Error::new("`chat_template` has no template named `default`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::{Map, Value, json};
+
+    use super::{super::messages, Form, Options, Template};
+
+    /// A template beside a tokenizer_config.json.
+    fn template(source: &str, config: &Value) -> Template {
+        let dir = tempfile::tempdir().expect("there is a place for temporary files");
+        fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).expect("it can be written");
+        fs::write(dir.path().join("chat_template.jinja"), source).expect("it can be written");
+        Template::read(dir.path(), None).expect("the template is right")
+    }
+
+    fn render(template: &Template, messages: Value, options: &Options) -> String {
+        let Value::Array(messages) = messages else { unreachable!("messages are a list") };
+        template.render(messages::read(messages).expect("they are messages"), options).expect("it renders")
+    }
+
+    #[test]
+    fn variables_are_those_of_transformers() {
+        let source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ tools is none }}|{{ documents is none }}|\
+                      {% if add_generation_prompt %}G{% endif %}|{{ custom }}|{{ messages | length }}";
+        let config = json!({ "bos_token": "<s>", "eos_token": { "content": "</s>", "special": true } });
+        let template = template(source, &config);
+        let user = json!([{ "role": "user", "content": "x" }]);
+        let mut kwargs = Map::new();
+        kwargs.insert("custom".into(), "c".into());
+        let options = Options { adds_prompt: true, kwargs: kwargs.clone(), ..Options::default() };
+        assert_eq!(render(&template, user.clone(), &options), "<s>|</s>|False|True|True|G|c|1");
+        // Those of fields of the request are the fields', the others are the request's own.
+        for (name, value) in [("messages", json!([])), ("add_generation_prompt", json!(true)), ("tools", json!([1]))] {
+            kwargs.insert(name.into(), value);
+        }
+        let options = Options { kwargs, ..Options::default() };
+        assert_eq!(render(&template, user, &options), "<s>|</s>|False|False|True||c|1");
+    }
+
+    #[test]
+    fn the_form_of_contents_is_the_templates_own() {
+        let form = |source: &str, role| template(source, &json!({})).forms.get(role).copied();
+        let each = |body: &str| format!("{{% for message in messages %}}{body}{{% endfor %}}");
+        let parts =
+            "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}";
+        let both =
+            format!("{{% if message.content is string %}}{{{{ message.content }}}}{{% else %}}{parts}{{% endif %}}");
+        assert_eq!(form(&each("{{ message.content }}"), "user"), Some(Form::Text));
+        assert_eq!(
+            form(&each("{% if message.content is string %}{{ message.content }}{% endif %}"), "tool"),
+            Some(Form::Text)
+        );
+        assert_eq!(form(&each(parts), "user"), Some(Form::Parts));
+        assert_eq!(form(&each(&both), "assistant"), Some(Form::Both));
+        let users = "{% if message.role != 'developer' %}{{ message.content }}{% endif %}";
+        assert_eq!((form(&each(users), "developer"), form(&each(users), "system")), (None, Some(Form::Text)));
+
+        // So no text is lost, whatever its form.
+        let messages = json!([
+            { "role": "developer", "content": "D" },
+            { "role": "user", "content": [{ "type": "text", "text": "one" }, { "type": "text", "text": "two" }] },
+        ]);
+        let of = |source: &str| render(&template(&each(source), &json!({})), messages.clone(), &Options::default());
+        assert_eq!(of(users), "Done\ntwo");
+        assert_eq!([of(parts), of(&both)], ["Donetwo", "Donetwo"]);
+    }
+
+    #[test]
+    fn a_prompt_may_end_with_the_last_message() {
+        let source = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}";
+        let template = template(source, &json!({}));
+        let messages = json!([{ "role": "user", "content": "Hi" }, { "role": "assistant", "content": " Hello, " }]);
+        let options = Options { continues_last: true, ..Options::default() };
+        assert_eq!(render(&template, messages.clone(), &options), "<user>Hi<end><assistant> Hello, ");
+        assert_eq!(render(&template, messages, &Options::default()), "<user>Hi<end><assistant> Hello, <end>");
+    }
 }

@@ -7,7 +7,10 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use crate::{engine::Failure, error::shown};
+use crate::{
+    engine::Failure,
+    error::{Error, shown},
+};
 
 /// An answer that is not a result. Its message is of bounded length, whatever it quotes.
 #[derive(Clone, Debug)]
@@ -97,6 +100,13 @@ impl From<Failure> for ApiError {
                 Self::internal(message)
             }
         }
+    }
+}
+
+impl From<Error> for ApiError {
+    /// What the tokenizer cannot do to the model's own tokens.
+    fn from(error: Error) -> Self {
+        Self::internal(error.to_string())
     }
 }
 

@@ -1,18 +1,16 @@
-//! `/v1/completions` and `/v1/chat/completions`.
+//! `/v1/completions` and `/v1/chat/completions`: from a checked request to its answer.
 
 use std::{
     convert::Infallible,
     sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
-use aril::pool::AdapterId;
 use axum::{
     Json,
     extract::State,
     response::{IntoResponse, Response, Sse, sse},
 };
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::{
     sync::mpsc,
@@ -24,119 +22,16 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
-    text::Text,
+    request::{Format, Job, Prompt, StreamedUsage},
+    text::{Added, End, Text},
 };
 use crate::{
     engine::{Chosen, Event, Finish, Logprobs, Request, Sampling},
     worker::Submission,
 };
 
-/// The most choices of a request.
-const MAX_CHOICES: usize = 128;
-/// The most log-probabilities of a token.
-const MAX_LOGPROBS: usize = 20;
-/// The most strings, and tokens, that end a text.
-const MAX_STOPS: usize = 64;
 /// Chunks of a stream that wait for its client.
 const STREAM_CHUNKS: usize = 64;
-
-/// What both endpoints take.
-#[derive(Debug, Deserialize)]
-struct Common {
-    model: Option<String>,
-    lora_path: Option<String>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    /// -1 and 0 stand for all tokens.
-    top_k: Option<i64>,
-    seed: Option<i64>,
-    n: Option<usize>,
-    stop: Option<OneOrMany>,
-    #[serde(default)]
-    stop_token_ids: Option<Vec<u32>>,
-    ignore_eos: Option<bool>,
-    /// Adds the chosen tokens to each choice.
-    return_token_ids: Option<bool>,
-    stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
-    #[serde(flatten)]
-    rest: Map<String, Value>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(String),
-    Many(Vec<String>),
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct StreamOptions {
-    #[serde(default)]
-    include_usage: bool,
-}
-
-/// The body of `/v1/completions`.
-#[derive(Debug, Deserialize)]
-struct Completion {
-    prompt: Prompts,
-    max_tokens: Option<usize>,
-    logprobs: Option<usize>,
-    echo: Option<bool>,
-    #[serde(flatten)]
-    common: Common,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Prompts {
-    Text(String),
-    Texts(Vec<String>),
-    Tokens(Vec<u32>),
-    ManyTokens(Vec<Vec<u32>>),
-}
-
-/// The body of `/v1/chat/completions`.
-#[derive(Debug, Deserialize)]
-struct Chat {
-    messages: Vec<Value>,
-    max_tokens: Option<usize>,
-    max_completion_tokens: Option<usize>,
-    logprobs: Option<bool>,
-    top_logprobs: Option<usize>,
-    chat_template_kwargs: Option<Map<String, Value>>,
-    #[serde(flatten)]
-    common: Common,
-}
-
-/// Which of the two formats an answer has.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Format {
-    Completion,
-    Chat,
-}
-
-/// A checked request.
-#[derive(Debug)]
-struct Job {
-    format: Format,
-    /// The name that the request used.
-    model: String,
-    adapter: Option<AdapterId>,
-    prompts: Vec<Vec<u32>>,
-    choices: usize,
-    /// The most new tokens, or as many as fit.
-    max_tokens: Option<usize>,
-    echo: bool,
-    stop: Vec<String>,
-    stop_tokens: Vec<u32>,
-    sampling: Sampling,
-    stream: bool,
-    include_usage: bool,
-    return_token_ids: bool,
-    deadline: Instant,
-}
 
 /// `POST /v1/completions`
 pub(crate) async fn completions(State(server): Shared, received: body::Received) -> ApiResult<Response> {
@@ -156,8 +51,53 @@ struct Choice {
     submission: Submission,
     text: Text,
     deadline: Instant,
-    /// The prompt's text, which the answer begins with.
-    echo: String,
+    /// What has been received of the prompt's log-probabilities.
+    prompt: Vec<(Logprobs, usize)>,
+    times: Times,
+}
+
+/// When a choice has come how far.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    submitted: Instant,
+    started: Option<Instant>,
+    first: Option<Instant>,
+    last: Instant,
+    tokens: usize,
+}
+
+impl Times {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self { submitted: now, started: None, first: None, last: now, tokens: 0 }
+    }
+
+    /// Takes note of a token, and of the end.
+    fn note(&mut self, server: &Server, finish: Option<&'static str>) {
+        let now = Instant::now();
+        let seconds = |name, from: Instant, to: Instant| server.observe(name, to.duration_since(from).as_secs_f64());
+        server.count("vllm:generation_tokens_total", 1);
+        self.tokens += 1;
+        let started = *self.started.get_or_insert(now);
+        match self.first {
+            Some(_) => seconds("vllm:inter_token_latency_seconds", self.last, now),
+            None => seconds("vllm:time_to_first_token_seconds", self.submitted, now),
+        }
+        let first = *self.first.get_or_insert(now);
+        self.last = now;
+        let Some(finish) = finish else { return };
+        server.count_finished(finish);
+        seconds("vllm:e2e_request_latency_seconds", self.submitted, now);
+        seconds("vllm:request_queue_time_seconds", self.submitted, started);
+        seconds("vllm:request_prefill_time_seconds", started, first);
+        seconds("vllm:request_decode_time_seconds", first, now);
+        seconds("vllm:request_inference_time_seconds", started, now);
+        server.observe("vllm:request_generation_tokens", self.tokens as f64);
+        if self.tokens > 1 {
+            let mean = now.duration_since(first).as_secs_f64() / (self.tokens - 1) as f64;
+            server.observe("vllm:request_time_per_output_token_seconds", mean);
+        }
+    }
 }
 
 /// What a choice's next token adds.
@@ -167,42 +107,50 @@ struct Piece {
     token: u32,
     logprobs: Option<Logprobs>,
     finish: Option<&'static str>,
+    /// With the first token: the log-probabilities of the prompt's tokens but the first, and how many tokens are at least as probable.
+    prompt: Vec<(Logprobs, usize)>,
 }
 
 impl Choice {
     /// Waits for the next token.
     async fn next(&mut self, server: &Server) -> ApiResult<Piece> {
-        let event = timeout_at(self.deadline, self.submission.next()).await;
-        let event = event.map_err(|_| ApiError::late())?;
-        let (Chosen { token, logprobs }, finish) = match event.ok_or_else(ApiError::ended)? {
-            Event::Token(chosen, finish) => (chosen, finish),
-            Event::Failed(failure) => return Err(failure.into()),
+        let (Chosen { token, logprobs }, finish) = loop {
+            let event = timeout_at(self.deadline, self.submission.next()).await.map_err(|_| ApiError::late())?;
+            match event.ok_or_else(ApiError::ended)? {
+                Event::Token(chosen, finish) => break (chosen, finish),
+                Event::Prompt(logprobs, rank) => self.prompt.push((logprobs, rank)),
+                Event::Started => drop(self.times.started.get_or_insert_with(Instant::now)),
+                Event::Failed(failure) => return Err(failure.into()),
+            }
         };
-        let internal = |error: crate::error::Error| ApiError::internal(error.to_string());
-        let mut added = self.text.push(&server.tokenizer, token).map_err(internal)?;
-        if finish.is_some() && !added.is_stopped {
-            let rest = self.text.end(&server.tokenizer).map_err(internal)?;
-            added.text.push_str(&rest.text);
-            added.is_stopped = rest.is_stopped;
+        let Added { mut text, mut is_stopped } = match finish {
+            Some(Finish::Stop) => self.text.push_last(&server.tokenizer, token)?,
+            _ => self.text.push(&server.tokenizer, token)?,
+        };
+        if finish.is_some() && !is_stopped {
+            let rest = self.text.end(&server.tokenizer)?;
+            text.push_str(&rest.text);
+            is_stopped = rest.is_stopped;
         }
         let finish = match finish {
-            _ if added.is_stopped => Some("stop"),
+            _ if is_stopped => Some("stop"),
             Some(Finish::Stop) => Some("stop"),
             Some(Finish::Length) => Some("length"),
             None => None,
         };
-        Ok(Piece { text: added.text, token, logprobs, finish })
+        self.times.note(server, finish);
+        Ok(Piece { text, token, logprobs, finish, prompt: std::mem::take(&mut self.prompt) })
     }
 }
 
 impl Server {
     /// Reads, renders and tokenizes a request, which may take long, on a thread that serves nobody else meanwhile. Few long ones are read
     /// at the same time.
-    async fn prepare(
+    pub(super) async fn prepare<V: Send + 'static>(
         self: &Arc<Self>,
         received: body::Received,
-        read: impl FnOnce(&Self, body::Received) -> ApiResult<Job> + Send + 'static,
-    ) -> ApiResult<Job> {
+        read: impl FnOnce(&Self, body::Received) -> ApiResult<V> + Send + 'static,
+    ) -> ApiResult<V> {
         let server = Arc::clone(self);
         let turn = if received.is_long() {
             let turn = timeout_at(received.deadline, Arc::clone(&self.long_bodies).acquire_owned()).await;
@@ -210,157 +158,54 @@ impl Server {
         } else {
             None
         };
-        let job = spawn_blocking(move || {
-            let job = read(&server, received);
+        let read = spawn_blocking(move || {
+            let read = read(&server, received);
             drop(turn);
-            job
+            read
         });
-        job.await.map_err(|error| ApiError::internal(error.to_string()))?
+        read.await.map_err(|error| ApiError::internal(error.to_string()))?
     }
 
-    fn completion(&self, received: body::Received) -> ApiResult<Job> {
-        let deadline = received.deadline;
-        let Completion { prompt, max_tokens, logprobs, echo, common } = body::parse(received)?;
-        let echo = echo.unwrap_or(false);
-        if echo && logprobs.is_some() {
-            return Err(ApiError::bad_request("`echo` with `logprobs` is not implemented.").of("echo"));
-        }
-        let prompts = match &prompt {
-            Prompts::Text(_) | Prompts::Tokens(_) => 1,
-            Prompts::Texts(prompts) => prompts.len(),
-            Prompts::ManyTokens(prompts) => prompts.len(),
-        };
-        let job = self.job(Format::Completion, common, prompts, logprobs, deadline)?;
-        let encode = |text: &String| self.encode(text);
-        let prompts = match prompt {
-            Prompts::Text(text) => vec![encode(&text)?],
-            Prompts::Texts(texts) => texts.iter().map(encode).collect::<ApiResult<_>>()?,
-            Prompts::Tokens(tokens) => vec![tokens],
-            Prompts::ManyTokens(prompts) => prompts,
-        };
-        Ok(Job { prompts, max_tokens: Some(max_tokens.unwrap_or(16)), echo, ..job })
-    }
-
-    fn chat(&self, received: body::Received) -> ApiResult<Job> {
-        let deadline = received.deadline;
-        let Chat { messages, max_tokens, max_completion_tokens, logprobs, top_logprobs, chat_template_kwargs, common } =
-            body::parse(received)?;
-        let logprobs = match (logprobs.unwrap_or(false), top_logprobs) {
-            (true, top) => Some(top.unwrap_or(0)),
-            (false, None | Some(0)) => None,
-            (false, Some(_)) => {
-                return Err(ApiError::bad_request("`top_logprobs` needs `logprobs`.").of("top_logprobs"));
-            }
-        };
-        let job = self.job(Format::Chat, common, 1, logprobs, deadline)?;
-        let kwargs = Value::Object(chat_template_kwargs.unwrap_or_default());
-        let prompt = self.encode(&self.template.render(&messages, &kwargs)?)?;
-        Ok(Job { prompts: vec![prompt], max_tokens: max_completion_tokens.or(max_tokens), ..job })
-    }
-
-    fn encode(&self, text: &str) -> ApiResult<Vec<u32>> {
-        let tokens = self.tokenizer.encode(text, self.max_positions);
-        tokens.map_err(|error| ApiError::bad_request(format!("The prompt cannot be tokenized: {error}")))
-    }
-
-    /// Checks what both endpoints take, for a number of prompts that are tokenized later.
-    fn job(
-        &self,
-        format: Format,
-        common: Common,
-        prompts: usize,
-        logprobs: Option<usize>,
-        deadline: Instant,
-    ) -> ApiResult<Job> {
-        let refuse = |param: &'static str, message: String| Err(ApiError::bad_request(message).of(param));
-        body::refuse_rest(&common.rest)?;
-        let Common { model, lora_path, temperature, top_p, top_k, seed, n, stop, stop_token_ids, .. } = common;
-        let model = model.or_else(|| self.names.first().cloned()).unwrap_or_default();
-        let served = self.resolve(&model, lora_path.as_deref())?;
-        let (temperature, top_p) = (temperature.unwrap_or(1.0), top_p.unwrap_or(1.0));
-        if !(temperature.is_finite() && temperature >= 0.0) {
-            return refuse("temperature", format!("temperature must be non-negative, got {temperature}."));
-        }
-        if !(top_p > 0.0 && top_p <= 1.0) {
-            return refuse("top_p", format!("top_p must be in (0, 1], got {top_p}."));
-        }
-        let Ok(top_k) = usize::try_from(top_k.map_or(0, |top_k| if top_k == -1 { 0 } else { top_k })) else {
-            return refuse("top_k", "top_k must be 0 (disable), or at least 1.".into());
-        };
-        if logprobs.is_some_and(|logprobs| logprobs > MAX_LOGPROBS) {
-            return refuse("logprobs", format!("At most {MAX_LOGPROBS} log-probabilities of a token are given."));
-        }
-        if prompts == 0 {
-            return refuse("prompt", "There is no prompt.".into());
-        }
-        let choices = n.unwrap_or(1);
-        if !(1..=MAX_CHOICES).contains(&choices) || prompts.saturating_mul(choices) > MAX_CHOICES {
-            return refuse("n", format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together."));
-        }
-        if choices > 1 && temperature == 0.0 {
-            return refuse("n", "n must be 1 when using greedy sampling.".into());
-        }
-        let stop = match stop {
-            None => Vec::new(),
-            Some(OneOrMany::One(stop)) => vec![stop],
-            Some(OneOrMany::Many(stop)) => stop,
-        };
-        if stop.iter().any(String::is_empty) || stop.len() > MAX_STOPS {
-            return refuse("stop", format!("stop has up to {MAX_STOPS} strings, none of which is empty."));
-        }
-        let mut stop_tokens = stop_token_ids.unwrap_or_default();
-        if stop_tokens.len() > MAX_STOPS {
-            return refuse("stop_token_ids", format!("stop_token_ids has up to {MAX_STOPS} tokens."));
-        }
-        if !common.ignore_eos.unwrap_or(false) {
-            stop_tokens.extend(&self.eos);
-        }
-        Ok(Job {
-            format,
-            model,
-            adapter: served.adapter(),
-            prompts: Vec::new(),
-            choices,
-            max_tokens: None,
-            echo: false,
-            stop,
-            stop_tokens,
-            sampling: Sampling { temperature, top_p, top_k, seed: seed.map(i64::cast_unsigned), logprobs },
-            stream: common.stream.unwrap_or(false),
-            include_usage: common.stream_options.is_some_and(|options| options.include_usage),
-            return_token_ids: common.return_token_ids.unwrap_or(false),
-            deadline,
-        })
-    }
-
-    /// Submits all choices of a request.
+    /// Submits all choices of a request, together.
     async fn submit(&self, job: &Job) -> ApiResult<Vec<Choice>> {
-        let deadline = job.deadline;
-        let mut choices = Vec::with_capacity(job.prompts.len() * job.choices);
-        for prompt in &job.prompts {
-            let max_tokens = self.check_length(prompt, job.max_tokens)?;
-            let echo = if job.echo { self.tokenizer.decode(prompt) } else { Ok(String::new()) };
-            let echo = echo.map_err(|error| ApiError::internal(error.to_string()))?;
+        let mut requests = Vec::with_capacity(job.prompts.len() * job.choices);
+        // Those of the extra, and those of an echo.
+        let of_echo = job.sampling.logprobs.filter(|_| job.echo);
+        let prompt_logprobs = job.prompt_logprobs.max(of_echo);
+        let mut lengths = Vec::new();
+        for Prompt { tokens, .. } in &job.prompts {
+            let max_tokens = self.check_length(tokens, job)?;
+            lengths.push((tokens.len(), max_tokens));
             for number in 0..job.choices {
                 let seed = job.sampling.seed.map(|seed| seed.wrapping_add(number as u64));
-                let request = Request {
+                requests.push(Request {
                     adapter: job.adapter,
-                    prompt: prompt.clone(),
+                    prompt: tokens.clone(),
                     max_tokens,
                     stop_tokens: job.stop_tokens.clone(),
+                    prompt_logprobs,
                     sampling: Sampling { seed, ..job.sampling.clone() },
-                };
-                let submission = self.engine.submit(request).await.ok_or_else(ApiError::ended)??;
-                let text = Text::new(job.stop.clone());
-                choices.push(Choice { index: choices.len(), submission, text, deadline, echo: echo.clone() });
+                });
             }
         }
-        self.count("vllm:prompt_tokens_total", job.prompts.iter().map(Vec::len).sum());
-        Ok(choices)
+        let submissions = self.engine.submit(requests).await.ok_or_else(ApiError::ended)??;
+        self.count("vllm:prompt_tokens_total", lengths.iter().map(|(prompt, _)| prompt).sum());
+        self.observe("vllm:request_params_n", job.choices as f64);
+        for (prompt, max_tokens) in lengths {
+            for _ in 0..job.choices {
+                self.observe("vllm:request_prompt_tokens", prompt as f64);
+                self.observe("vllm:request_params_max_tokens", max_tokens as f64);
+            }
+        }
+        let choice = |(index, submission)| {
+            let text = Text::new(job.end.clone());
+            Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() }
+        };
+        Ok(submissions.into_iter().enumerate().map(choice).collect())
     }
 
     /// The most new tokens of a prompt.
-    fn check_length(&self, prompt: &[u32], max_tokens: Option<usize>) -> ApiResult<usize> {
+    fn check_length(&self, prompt: &[u32], job: &Job) -> ApiResult<usize> {
         let (max, tokens) = (self.max_positions, prompt.len());
         if tokens == 0 {
             return Err(ApiError::bad_request("The prompt is empty.").of("prompt"));
@@ -369,10 +214,15 @@ impl Server {
             let message = format!("Token id {token} is out of vocabulary.");
             return Err(ApiError::bad_request(message).of("prompt"));
         }
-        if max_tokens == Some(0) {
-            return Err(ApiError::bad_request("max_tokens must be at least 1, got 0.").of("max_tokens"));
-        }
-        let wanted = max_tokens.unwrap_or_else(|| max.saturating_sub(tokens).max(1));
+        let wanted = match job.max_tokens {
+            // A token is chosen that is not shown.
+            Some(0) if job.echo => 1,
+            Some(0) => {
+                return Err(ApiError::bad_request("max_tokens must be at least 1, got 0.").of("max_tokens"));
+            }
+            Some(wanted) => wanted,
+            None => max.saturating_sub(tokens).max(1),
+        };
         if tokens.saturating_add(wanted) > max {
             return Err(ApiError::bad_request(format!(
                 "This model's maximum context length is {max} tokens. However, you requested {} tokens ({tokens} in the \
@@ -380,13 +230,17 @@ impl Server {
                 tokens.saturating_add(wanted),
             )));
         }
+        let min_tokens = job.sampling.changes.min_tokens;
+        if min_tokens > wanted {
+            let message = format!("min_tokens must be less than or equal to max_tokens={wanted}, got {min_tokens}.");
+            return Err(ApiError::bad_request(message).of("min_tokens"));
+        }
         Ok(wanted)
     }
 
     async fn answer(self: &Arc<Self>, job: Job) -> ApiResult<Response> {
-        let start = Instant::now();
         let choices = self.submit(&job).await?;
-        let answer = Answer::new(Arc::clone(self), job, start);
+        let answer = Answer::new(Arc::clone(self), job);
         if answer.job.stream {
             let (chunks, stream) = mpsc::channel(STREAM_CHUNKS);
             tokio::spawn(answer.stream(choices, chunks));
@@ -400,50 +254,153 @@ impl Server {
 struct Answer {
     server: Arc<Server>,
     job: Job,
-    start: Instant,
     id: String,
     created: u64,
     completion_tokens: usize,
 }
 
+/// What a token, or the prompt before the first one, adds to a choice.
+#[derive(Debug, Default)]
+struct Addition {
+    text: String,
+    tokens: Vec<u32>,
+    logprobs: TokenLogprobs,
+    finish: Option<&'static str>,
+}
+
 impl Answer {
-    fn new(server: Arc<Server>, job: Job, start: Instant) -> Self {
+    fn new(server: Arc<Server>, job: Job) -> Self {
         let prefix = if job.format == Format::Chat { "chatcmpl" } else { "cmpl" };
         let id = format!("{prefix}-{:032x}", rand::random::<u128>());
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-        Self { server, job, start, id, created, completion_tokens: 0 }
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Self { server, job, id, created, completion_tokens: 0 }
+    }
+
+    fn prompt(&self, choice: usize) -> &Prompt {
+        &self.job.prompts[choice / self.job.choices]
+    }
+
+    /// Whether the answer is the prompt alone.
+    fn is_prompt_alone(&self) -> bool {
+        self.job.max_tokens == Some(0)
+    }
+
+    /// What the next token of a choice adds, which has text of so many characters before it; `is_first`: with what the prompt adds.
+    fn add(&mut self, choice: usize, piece: &Piece, offset: usize, is_first: bool) -> ApiResult<Addition> {
+        let mut added = if is_first && self.job.echo { self.echo(choice, &piece.prompt)? } else { Addition::default() };
+        added.finish = piece.finish;
+        if self.is_prompt_alone() {
+            added.finish = Some("length");
+            return Ok(added);
+        }
+        self.completion_tokens += 1;
+        let offset = offset + added.text.chars().count();
+        if let Some(logprobs) = &piece.logprobs {
+            added.logprobs.push(self, piece.token, offset, Some(logprobs))?;
+        }
+        added.text.push_str(&piece.text);
+        added.tokens.push(piece.token);
+        Ok(added)
+    }
+
+    /// The prompt as it was sent, and its log-probabilities if they are asked for.
+    fn echo(&self, choice: usize, logprobs: &[(Logprobs, usize)]) -> ApiResult<Addition> {
+        let Prompt { tokens, text } = self.prompt(choice);
+        let text = match text {
+            Some(text) => text.clone(),
+            None => self.server.tokenizer.decode(tokens, false)?,
+        };
+        let mut added = Addition { text, ..Addition::default() };
+        if self.job.sampling.logprobs.is_none() {
+            return Ok(added);
+        }
+        // Where each token's text begins. Special tokens that the tokenizer has added are no part of the text.
+        let len = added.text.chars().count();
+        let places = |shows_special| -> ApiResult<(Vec<usize>, usize)> {
+            let mut shown = Text::new(End { shows_special, ..End::default() });
+            let (mut places, mut at) = (Vec::with_capacity(tokens.len()), 0);
+            for &token in tokens {
+                places.push(at.min(len));
+                at += shown.push(&self.server.tokenizer, token)?.text.chars().count();
+            }
+            Ok((places, at))
+        };
+        let places = match places(true)? {
+            (places, end) if end == len => places,
+            _ => places(false)?.0,
+        };
+        // Nothing comes before the first token.
+        let logprobs = std::iter::once(None).chain(logprobs.iter().map(|(logprobs, _)| Some(logprobs)));
+        for ((&token, place), logprobs) in tokens.iter().zip(places).zip(logprobs) {
+            added.logprobs.push(self, token, place, logprobs)?;
+        }
+        Ok(added)
+    }
+
+    /// `prompt_logprobs` as vLLM has them: for each token but the first, an object by token id.
+    fn prompt_logprobs(&self, choice: usize, logprobs: &[(Logprobs, usize)]) -> ApiResult<Value> {
+        let Some(count) = self.job.prompt_logprobs else { return Ok(Value::Null) };
+        let entry = |token: u32, logprob: f32, rank: usize| -> ApiResult<(String, Value)> {
+            let text = self.server.token_text(token)?;
+            Ok((token.to_string(), json!({ "logprob": logprob, "rank": rank, "decoded_token": text })))
+        };
+        let mut all = vec![Value::Null];
+        for (&token, (Logprobs { chosen, top }, rank)) in self.prompt(choice).tokens.iter().skip(1).zip(logprobs) {
+            let mut of_token = Map::from_iter([entry(token, *chosen, *rank)?]);
+            for (place, &(other, logprob)) in top.iter().take(count).enumerate() {
+                if other != token {
+                    let (id, value) = entry(other, logprob, place + 1)?;
+                    of_token.insert(id, value);
+                }
+            }
+            all.push(of_token.into());
+        }
+        Ok(all.into())
     }
 
     /// Waits for all choices, which run at the same time.
     async fn whole(mut self, choices: Vec<Choice>) -> ApiResult<Response> {
         let mut done = Vec::with_capacity(choices.len());
+        let mut prompt_logprobs = Value::Null;
         for mut choice in choices {
-            let (mut text, mut tokens) = (std::mem::take(&mut choice.echo), Vec::new());
-            let mut logprobs = TokenLogprobs::default();
+            let mut all = Addition::default();
+            let mut offset = 0;
             let finish = loop {
-                let piece = choice.next(&self.server).await?;
-                self.note(&piece);
-                logprobs.push(&self.server, &piece, text.chars().count())?;
-                text.push_str(&piece.text);
-                tokens.push(piece.token);
-                if let Some(finish) = piece.finish {
+                let piece = choice.next(&Arc::clone(&self.server)).await?;
+                let is_first = all.tokens.is_empty();
+                if is_first {
+                    prompt_logprobs = self.prompt_logprobs(choice.index, &piece.prompt)?;
+                }
+                let added = self.add(choice.index, &piece, offset, is_first)?;
+                offset += added.text.chars().count();
+                all.text.push_str(&added.text);
+                all.tokens.extend(added.tokens);
+                all.logprobs.extend(added.logprobs);
+                if let Some(finish) = added.finish {
                     break finish;
                 }
             };
-            let logprobs = self.job.sampling.logprobs.map(|_| logprobs.json(self.job.format));
+            let logprobs = self.job.sampling.logprobs.map(|_| all.logprobs.json(self.job.format));
             let mut whole = match self.job.format {
-                Format::Completion => {
-                    json!({ "index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish })
-                }
+                Format::Completion => json!({
+                    "index": choice.index,
+                    "text": all.text,
+                    "logprobs": logprobs,
+                    "finish_reason": finish,
+                    "prompt_logprobs": prompt_logprobs.take(),
+                }),
                 Format::Chat => json!({
                     "index": choice.index,
-                    "message": { "role": "assistant", "content": text },
+                    "message": { "role": "assistant", "content": all.text },
                     "logprobs": logprobs,
                     "finish_reason": finish,
                 }),
             };
             if self.job.return_token_ids {
-                whole["token_ids"] = json!(tokens);
+                whole["token_ids"] = json!(all.tokens);
+                if self.job.format == Format::Completion {
+                    whole["prompt_token_ids"] = json!(self.prompt(choice.index).tokens);
+                }
             }
             done.push(whole);
         }
@@ -453,19 +410,29 @@ impl Answer {
         };
         let mut body = self.envelope(object, done);
         body["usage"] = self.usage();
+        if self.job.format == Format::Chat {
+            body["prompt_logprobs"] = prompt_logprobs;
+            if self.job.return_token_ids {
+                body["prompt_token_ids"] = json!(self.prompt(0).tokens);
+            }
+        }
         Ok(Json(body).into_response())
     }
 
     /// Sends each token as it comes. Ends, and cancels the choices, when the client goes away.
     async fn stream(mut self, choices: Vec<Choice>, chunks: mpsc::Sender<Result<sse::Event, Infallible>>) {
         let mut left = choices.len();
-        let mut offsets: Vec<usize> = choices.iter().map(|choice| choice.echo.chars().count()).collect();
-        for choice in &choices {
-            let text = (self.job.format == Format::Chat || !choice.echo.is_empty()).then(|| choice.echo.clone());
-            let Some(text) = text else { continue };
-            let chunk = self.chunk(choice.index, &text, None, None, true);
-            if chunks.send(event(&chunk)).await.is_err() {
-                return;
+        // The characters of each choice that have been sent; `None` before the first token.
+        let mut sent: Vec<Option<usize>> = vec![None; choices.len()];
+        if self.job.format == Format::Chat {
+            for choice in &choices {
+                let mut chunk = self.chunk(choice.index, Addition::default(), true);
+                if self.job.return_token_ids && choice.index == 0 {
+                    chunk["prompt_token_ids"] = json!(self.prompt(0).tokens);
+                }
+                if chunks.send(event(&chunk)).await.is_err() {
+                    return;
+                }
             }
         }
         let (pieces, mut received) = mpsc::channel(STREAM_CHUNKS);
@@ -495,23 +462,26 @@ impl Answer {
                 Some((_, Err(error))) => return fail(&chunks, &error).await,
                 None => return fail(&chunks, &ApiError::internal("A choice has ended early.")).await,
             };
-            self.note(&piece);
-            let mut logprobs = TokenLogprobs::default();
-            if let Err(error) = logprobs.push(&self.server, &piece, offsets[index]) {
-                return fail(&chunks, &error).await;
-            }
-            offsets[index] += piece.text.chars().count();
-            left -= usize::from(piece.finish.is_some());
-            let logprobs = self.job.sampling.logprobs.map(|_| logprobs.json(self.job.format));
-            let mut chunk = self.chunk(index, &piece.text, logprobs, piece.finish, false);
-            if self.job.return_token_ids {
-                chunk["choices"][0]["token_ids"] = json!([piece.token]);
+            let is_first = sent[index].is_none();
+            let added = match self.add(index, &piece, sent[index].unwrap_or(0), is_first) {
+                Ok(added) => added,
+                Err(error) => return fail(&chunks, &error).await,
+            };
+            sent[index] = Some(sent[index].unwrap_or(0) + added.text.chars().count());
+            left -= usize::from(added.finish.is_some());
+            let tokens = self.job.return_token_ids.then(|| json!(added.tokens));
+            let mut chunk = self.chunk(index, added, false);
+            if let Some(tokens) = tokens {
+                chunk["choices"][0]["token_ids"] = tokens;
+                if is_first && self.job.format == Format::Completion {
+                    chunk["choices"][0]["prompt_token_ids"] = json!(self.prompt(index).tokens);
+                }
             }
             if chunks.send(event(&chunk)).await.is_err() {
                 return;
             }
         }
-        if self.job.include_usage {
+        if self.job.usage != StreamedUsage::None {
             let mut chunk = self.envelope(self.chunk_object(), Vec::new());
             chunk["usage"] = self.usage();
             // The client may be gone, which ends the stream as well.
@@ -527,18 +497,26 @@ impl Answer {
         }
     }
 
-    fn chunk(&self, index: usize, text: &str, logprobs: Option<Value>, finish: Option<&str>, is_first: bool) -> Value {
+    fn chunk(&self, index: usize, added: Addition, has_role: bool) -> Value {
+        let Addition { text, logprobs, finish, .. } = added;
+        let logprobs = self.job.sampling.logprobs.filter(|_| !has_role).map(|_| logprobs.json(self.job.format));
         let choice = match self.job.format {
             Format::Completion => {
                 json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish })
             }
             Format::Chat => {
                 let delta =
-                    if is_first { json!({ "role": "assistant", "content": text }) } else { json!({ "content": text }) };
+                    if has_role { json!({ "role": "assistant", "content": text }) } else { json!({ "content": text }) };
                 json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish })
             }
         };
-        self.envelope(self.chunk_object(), vec![choice])
+        let mut chunk = self.envelope(self.chunk_object(), vec![choice]);
+        match self.job.usage {
+            StreamedUsage::None => {}
+            StreamedUsage::Last => chunk["usage"] = Value::Null,
+            StreamedUsage::Each => chunk["usage"] = self.usage(),
+        }
+        chunk
     }
 
     fn envelope(&self, object: &str, choices: Vec<Value>) -> Value {
@@ -547,23 +525,14 @@ impl Answer {
     }
 
     fn usage(&self) -> Value {
-        let prompt: usize = self.job.prompts.iter().map(Vec::len).sum();
+        let prompt: usize = self.job.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let completion = self.completion_tokens;
         json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
     }
 
-    /// Counts a token.
-    fn note(&mut self, piece: &Piece) {
-        let server = &self.server;
-        if self.completion_tokens == 0 {
-            server.observe("vllm:time_to_first_token_seconds", self.start.elapsed());
-        }
-        self.completion_tokens += 1;
-        server.count("vllm:generation_tokens_total", 1);
-        if let Some(finish) = piece.finish {
-            server.observe("vllm:e2e_request_latency_seconds", self.start.elapsed());
-            server.count_finished(finish);
-        }
+    /// A token as log-probabilities name it.
+    fn token_text(&self, token: u32) -> ApiResult<String> {
+        if self.job.tokens_as_ids { Ok(format!("token_id:{token}")) } else { self.server.token_text(token) }
     }
 }
 
@@ -571,18 +540,27 @@ impl Answer {
 #[derive(Debug, Default)]
 struct TokenLogprobs {
     /// The text of each token, its place in the text, and its log-probability.
-    tokens: Vec<(String, usize, f32)>,
-    top: Vec<Vec<(String, f32)>>,
+    tokens: Vec<(String, usize, Option<f32>)>,
+    /// The most probable tokens in its place.
+    top: Vec<Option<Vec<(String, f32)>>>,
 }
 
 impl TokenLogprobs {
-    fn push(&mut self, server: &Server, piece: &Piece, offset: usize) -> ApiResult<()> {
-        let Some(Logprobs { chosen, top }) = &piece.logprobs else { return Ok(()) };
-        let text = |token| server.token_text(token);
-        self.tokens.push((text(piece.token)?, offset, *chosen));
-        let top = top.iter().map(|&(token, logprob)| Ok((text(token)?, logprob)));
-        self.top.push(top.collect::<ApiResult<_>>()?);
+    /// Adds a token; one that nothing comes before has no log-probabilities.
+    fn push(&mut self, answer: &Answer, token: u32, place: usize, logprobs: Option<&Logprobs>) -> ApiResult<()> {
+        let count = answer.job.sampling.logprobs.unwrap_or(0);
+        let top = logprobs.map(|logprobs| {
+            let top = logprobs.top.iter().take(count);
+            top.map(|&(token, logprob)| Ok((answer.token_text(token)?, logprob))).collect::<ApiResult<_>>()
+        });
+        self.tokens.push((answer.token_text(token)?, place, logprobs.map(|logprobs| logprobs.chosen)));
+        self.top.push(top.transpose()?);
         Ok(())
+    }
+
+    fn extend(&mut self, other: Self) {
+        self.tokens.extend(other.tokens);
+        self.top.extend(other.top);
     }
 
     fn json(&self, format: Format) -> Value {
@@ -591,18 +569,20 @@ impl TokenLogprobs {
             Format::Completion => json!({
                 "tokens": tokens.iter().map(|(text, ..)| text).collect::<Vec<_>>(),
                 "token_logprobs": tokens.iter().map(|(.., logprob)| logprob).collect::<Vec<_>>(),
-                "text_offset": tokens.iter().map(|(_, offset, _)| offset).collect::<Vec<_>>(),
-                "top_logprobs": top.iter().map(|top| {
-                    let object = top.iter().map(|(text, logprob)| (text.clone(), json!(logprob)));
-                    Value::Object(object.collect())
+                "text_offset": tokens.iter().map(|(_, place, _)| place).collect::<Vec<_>>(),
+                "top_logprobs": tokens.iter().zip(top).map(|((token, _, logprob), top)| {
+                    // The token itself is among them.
+                    let own = (token.clone(), json!(logprob));
+                    let all = top.iter().flatten().map(|(text, logprob)| (text.clone(), json!(logprob)));
+                    top.as_ref().map(|_| Value::Object([own].into_iter().chain(all).collect()))
                 }).collect::<Vec<_>>(),
             }),
             Format::Chat => {
-                let entry =
-                    |text: &str, logprob: f32| json!({ "token": text, "logprob": logprob, "bytes": text.as_bytes() });
+                let entry = |text: &str, logprob: Option<f32>| json!({ "token": text, "logprob": logprob, "bytes": text.as_bytes() });
                 let content = tokens.iter().zip(top).map(|((text, _, logprob), top)| {
                     let mut content = entry(text, *logprob);
-                    content["top_logprobs"] = top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
+                    content["top_logprobs"] =
+                        top.iter().flatten().map(|(text, logprob)| entry(text, Some(*logprob))).collect();
                     content
                 });
                 json!({ "content": content.collect::<Vec<_>>() })

@@ -3,9 +3,16 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use aril::pool::AdapterId;
-use axum::extract::State;
-use metrics::{counter, gauge, histogram, with_local_recorder};
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use axum::{
+    extract::State,
+    http::{
+        HeaderMap,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
+    response::IntoResponse,
+};
+use metrics::{KeyName, Recorder as _, SharedString, counter, gauge, histogram, with_local_recorder};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use metrics_util::MetricKindMask;
 
 use super::{
@@ -14,8 +21,71 @@ use super::{
 };
 use crate::{error::Result, worker::Report};
 
-/// Bounds of the histograms' buckets, in seconds.
+/// Bounds of the buckets of times, in seconds.
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0];
+/// Bounds of the buckets of numbers of tokens and choices.
+const NUMBERS: [f64; 16] = [
+    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0,
+    100_000.0,
+];
+
+/// What a metric is, for its readers.
+#[derive(Clone, Copy)]
+enum Kind {
+    Counter,
+    Gauge,
+    Times,
+    Numbers,
+}
+
+use Kind::{Counter, Gauge, Numbers, Times};
+
+/// The metrics of the server, with vLLM's names as far as vLLM has them, and those of the library's pool.
+const METRICS: [(&str, Kind, &str); 39] = [
+    ("vllm:num_requests_running", Gauge, "Requests that run."),
+    ("vllm:num_requests_waiting", Gauge, "Requests that wait to run."),
+    ("vllm:kv_cache_usage_perc", Gauge, "The part of the KV cache that requests hold, from 0 to 1."),
+    ("vllm:cache_config_info", Gauge, "The sizes of the KV cache, as labels."),
+    ("vllm:lora_requests_info", Gauge, "The adapters of running and waiting requests, as labels."),
+    ("vllm:num_preemptions_total", Counter, "Requests that gave up their blocks and were computed again."),
+    ("vllm:prefix_cache_queries_total", Counter, "Tokens that were looked for in the prefix cache."),
+    ("vllm:prefix_cache_hits_total", Counter, "Tokens that were found there."),
+    ("vllm:prompt_tokens_total", Counter, "Tokens of prompts."),
+    ("vllm:generation_tokens_total", Counter, "Tokens that were chosen."),
+    ("vllm:request_success_total", Counter, "Choices that ended, by reason."),
+    ("vllm:time_to_first_token_seconds", Times, "From the submission of a choice to its first token."),
+    ("vllm:inter_token_latency_seconds", Times, "Between two tokens of a choice."),
+    ("vllm:e2e_request_latency_seconds", Times, "From the submission of a choice to its last token."),
+    ("vllm:request_queue_time_seconds", Times, "From the submission of a choice to its first step."),
+    ("vllm:request_prefill_time_seconds", Times, "From the first step of a choice to its first token."),
+    ("vllm:request_decode_time_seconds", Times, "From the first token of a choice to its last one."),
+    ("vllm:request_inference_time_seconds", Times, "From the first step of a choice to its last token."),
+    ("vllm:request_time_per_output_token_seconds", Times, "The mean time between two tokens of a choice."),
+    ("vllm:request_prompt_tokens", Numbers, "Tokens of a prompt, of each choice."),
+    ("vllm:request_generation_tokens", Numbers, "Tokens of a choice."),
+    ("vllm:request_params_max_tokens", Numbers, "The most tokens that a choice may have."),
+    ("vllm:request_params_n", Numbers, "Choices of each prompt of a request."),
+    (
+        "aril_serve:host_microseconds_total",
+        Counter,
+        "Host time between the results of a step and the graph that followed.",
+    ),
+    ("aril_serve:graph_steps_total", Counter, "Steps that this is the time of."),
+    ("aril_pool_hits_total", Counter, "Adapters that were on the device when they were needed."),
+    ("aril_pool_misses_total", Counter, "Adapters that were not."),
+    ("aril_pool_waits_total", Counter, "Waits for an adapter."),
+    ("aril_pool_moves_total", Counter, "Adapters that were moved to make room."),
+    ("aril_pool_failures_total", Counter, "Adapters that could not be loaded."),
+    ("aril_pool_read_microseconds_total", Counter, "Time in which adapters were read."),
+    ("aril_pool_refusals_total", Counter, "Adapters that were refused for now, by reason."),
+    ("aril_pool_evictions_total", Counter, "Adapters that left a tier of memory."),
+    ("aril_pool_loads_total", Counter, "Adapters that came to a tier of memory."),
+    ("aril_pool_load_bytes_total", Counter, "Their bytes."),
+    ("aril_pool_memory_bytes", Gauge, "Memory for adapters, by tier and state."),
+    ("aril_pool_fragmentation", Gauge, "The part of the free memory of a tier that is not in its largest piece."),
+    ("aril_pool_adapters", Gauge, "Adapters, by state."),
+    ("aril_pool_leases", Gauge, "Leases of adapters that requests hold."),
+];
 
 /// How long a gauge is shown that is not set any more.
 const GAUGES_LAST: Duration = Duration::from_secs(60);
@@ -35,11 +105,26 @@ impl std::fmt::Debug for Metrics {
 
 impl Metrics {
     pub(super) fn new(model: String) -> Result<Self> {
-        let recorder = PrometheusBuilder::new()
-            .set_buckets(&SECONDS)?
+        let mut builder = PrometheusBuilder::new()
             // `vllm:lora_requests_info` has the adapters' names as labels.
-            .idle_timeout(MetricKindMask::GAUGE, Some(GAUGES_LAST))
-            .build_recorder();
+            .idle_timeout(MetricKindMask::GAUGE, Some(GAUGES_LAST));
+        for (name, kind, _) in METRICS {
+            let bounds: &[f64] = match kind {
+                Times => &SECONDS,
+                Numbers => &NUMBERS,
+                Counter | Gauge => continue,
+            };
+            builder = builder.set_buckets_for_metric(Matcher::Full(name.into()), bounds)?;
+        }
+        let recorder = builder.build_recorder();
+        for (name, kind, help) in METRICS {
+            let (name, help) = (KeyName::from(name), SharedString::from(help));
+            match kind {
+                Counter => recorder.describe_counter(name, None, help),
+                Gauge => recorder.describe_gauge(name, None, help),
+                Times | Numbers => recorder.describe_histogram(name, None, help),
+            }
+        }
         Ok(Self { handle: recorder.handle(), recorder, model })
     }
 }
@@ -60,15 +145,15 @@ impl Server {
         });
     }
 
-    /// Adds a time to a histogram.
-    pub(super) fn observe(&self, name: &'static str, time: Duration) {
+    /// Adds a value to a histogram.
+    pub(super) fn observe(&self, name: &'static str, value: f64) {
         let Metrics { recorder, model, .. } = &self.metrics;
-        with_local_recorder(recorder, || histogram!(name, "model_name" => model.clone()).record(time.as_secs_f64()));
+        with_local_recorder(recorder, || histogram!(name, "model_name" => model.clone()).record(value));
     }
 }
 
-/// `GET /metrics`
-pub(super) async fn render(State(server): Shared) -> ApiResult<String> {
+/// `GET /metrics`, in the form of OpenMetrics if the client asks for it, or in that of Prometheus.
+pub(super) async fn render(State(server): Shared, headers: HeaderMap) -> ApiResult<impl IntoResponse> {
     let Report { state, pool, host_time, .. } = server.engine.report().await.ok_or_else(ApiError::ended)?;
     let Metrics { recorder, handle, model } = &server.metrics;
     let names = |adapters: &[AdapterId]| {
@@ -100,7 +185,40 @@ pub(super) async fn render(State(server): Shared) -> ApiResult<String> {
             counter!(name, &label()).absolute(value);
         }
         gauge!("vllm:lora_requests_info", &lora_labels).set(now);
+        let cache_labels = [
+            ("model_name", model.clone()),
+            ("block_size", server.block_rows.to_string()),
+            ("num_gpu_blocks", state.blocks.to_string()),
+        ];
+        gauge!("vllm:cache_config_info", &cache_labels).set(1.0);
         pool.export(model);
     });
-    Ok(handle.render())
+    let accepted = headers.get(ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    Ok(if accepted.contains("application/openmetrics-text") {
+        let form = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+        ([(CONTENT_TYPE, form)], open_metrics(&handle.render()))
+    } else {
+        ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], handle.render())
+    })
+}
+
+/// OpenMetrics: a counter is named without the end of its samples' names, and the last line is the end.
+fn open_metrics(text: &str) -> String {
+    let mut counters = Vec::new();
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix("# TYPE ").and_then(|line| line.strip_suffix("_total counter")) {
+            counters.push(name);
+        }
+    }
+    let mut open = String::with_capacity(text.len());
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        let of_family = line.strip_prefix("# HELP ").or(line.strip_prefix("# TYPE "));
+        let name = of_family.and_then(|line| line.split(' ').next()).and_then(|name| name.strip_suffix("_total"));
+        match name.filter(|name| counters.contains(name)) {
+            Some(name) => open += &line.replacen(&format!("{name}_total"), name, 1),
+            None => open += line,
+        }
+        open.push('\n');
+    }
+    open + "# EOF\n"
 }

@@ -4,10 +4,17 @@ mod adapters;
 mod body;
 mod chat;
 mod connections;
+mod defaults;
 mod error;
+mod fields;
 mod generate;
+mod jinja;
+mod messages;
 mod metrics;
+mod peers;
+mod request;
 mod text;
+mod warnings;
 
 use std::{
     collections::HashMap,
@@ -41,6 +48,7 @@ use tokio::{
 
 use self::{
     chat::Template,
+    defaults::Defaults,
     error::{ApiError, ApiResult},
     metrics::Metrics,
 };
@@ -87,10 +95,14 @@ struct Server {
     vocab: usize,
     eos: Vec<u32>,
     max_positions: usize,
+    /// Tokens of a block of the cache.
+    block_rows: usize,
     max_rank: usize,
     max_loras: usize,
     tokenizer: Tokenizer,
     template: Template,
+    /// Of the sampling of requests.
+    defaults: Defaults,
     limits: Limits,
     /// Long bodies that are read at the same time.
     long_bodies: Arc<Semaphore>,
@@ -236,6 +248,13 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     let tokenizer = Tokenizer::read(&model)?;
     let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
     let template = Template::read(&model, options.chat_template.as_deref())?;
+    let defaults = Defaults::read(&model, &options.generation_config).context("--generation-config")?;
+    if defaults != Defaults::default() {
+        tracing::info!(
+            defaults = defaults.shown(),
+            "requests sample as generation_config.json has it, where they do not say"
+        );
+    }
     let has_adapters = !options.lora_modules.is_empty() || options.lora_root.is_some();
     if has_adapters && !options.enable_lora {
         bail!("--lora-modules and --lora-root need --enable-lora");
@@ -297,10 +316,12 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         vocab,
         eos,
         max_positions,
+        block_rows: options.block_size,
         max_rank: options.max_lora_rank,
         max_loras,
         tokenizer,
         template,
+        defaults,
         limits: Limits {
             body_bytes: options.max_body_kib << 10,
             request_time: Duration::from_secs(options.request_seconds),
@@ -353,15 +374,19 @@ fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize)
 fn router(server: Arc<Server>) -> Router {
     let guarded = Router::new()
         .route("/v1/models", get(adapters::list))
+        .route("/v1/models/{*id}", get(adapters::one))
         .route("/v1/completions", post(generate::completions))
         .route("/v1/chat/completions", post(generate::chat))
         .route("/v1/load_lora_adapter", post(adapters::load))
         .route("/v1/unload_lora_adapter", post(adapters::unload))
+        .merge(peers::routes())
         .layer(middleware::from_fn_with_state(Arc::clone(&server), check_key));
     Router::new()
         .merge(guarded)
         .route("/", get(page))
         .route("/health", get(health))
+        .route("/ping", get(health).post(health))
+        .route("/version", get(peers::version))
         .route("/metrics", get(metrics::render))
         .fallback(async |uri: Uri| ApiError::not_found(format!("There is no {}.", uri.path())))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| {

@@ -12,7 +12,9 @@ use crate::{
 /// Text that may be the beginning of a stop string is held back until it is known. So is a character whose bytes are not complete.
 #[derive(Debug)]
 pub(crate) struct Text {
-    stop: Vec<String>,
+    end: End,
+    /// Tokens that have been added.
+    tokens: usize,
     /// Decoded, but held back.
     held: String,
     ids: Vec<u32>,
@@ -20,8 +22,21 @@ pub(crate) struct Text {
     prefix_index: usize,
 }
 
+/// How a text ends, and what it shows.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct End {
+    /// The text ends before any of these strings, none of which is empty.
+    pub(crate) stop: Vec<String>,
+    /// The text ends behind the string instead, and has the token that ends it.
+    pub(crate) includes_stop: bool,
+    /// The string is not looked for in so many tokens.
+    pub(crate) min_tokens: usize,
+    /// The text has the special tokens.
+    pub(crate) shows_special: bool,
+}
+
 /// What a token adds to a text.
-#[derive(Debug, Eq, PartialEq)]
+#[derive(Debug, Default, Eq, PartialEq)]
 pub(crate) struct Added {
     pub(crate) text: String,
     /// Whether a stop string came behind it, which ends the text.
@@ -29,16 +44,21 @@ pub(crate) struct Added {
 }
 
 impl Text {
-    /// An empty text that ends before any of these strings, none of which is empty.
-    pub(crate) fn new(stop: Vec<String>) -> Self {
-        Self { stop, held: String::new(), ids: Vec::new(), prefix: String::new(), prefix_index: 0 }
+    pub(crate) fn new(end: End) -> Self {
+        Self { end, tokens: 0, held: String::new(), ids: Vec::new(), prefix: String::new(), prefix_index: 0 }
+    }
+
+    /// Adds the token that ends the text, which is shown only beside stop strings. A step that is no text's end has [`push`](Self::push).
+    pub(crate) fn push_last(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<Added> {
+        if self.end.includes_stop { self.push(tokenizer, token) } else { Ok(Added::default()) }
     }
 
     /// Adds a token.
     pub(crate) fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<Added> {
-        let Self { ids, prefix, prefix_index, .. } = self;
+        self.tokens += 1;
+        let Self { end, ids, prefix, prefix_index, .. } = self;
         let decoded = guarded(|| {
-            step_decode_stream(&tokenizer.inner, vec![token], true, ids, prefix, prefix_index)
+            step_decode_stream(&tokenizer.inner, vec![token], !end.shows_special, ids, prefix, prefix_index)
                 .map_err(|error| Error::new(error.to_string()))
         });
         self.held.push_str(&decoded.context("tokenizer.json")?.unwrap_or_default());
@@ -47,7 +67,7 @@ impl Text {
 
     /// Ends the text: what was held back, and what incomplete characters are shown as.
     pub(crate) fn end(&mut self, tokenizer: &Tokenizer) -> Result<Added> {
-        let all = tokenizer.decode(&self.ids)?;
+        let all = tokenizer.decode(&self.ids, !self.end.shows_special)?;
         self.held.push_str(all.strip_prefix(&self.prefix).unwrap_or_default());
         let mut added = self.release();
         if !added.is_stopped {
@@ -58,12 +78,15 @@ impl Text {
 
     /// Releases what no stop string can begin in.
     fn release(&mut self) -> Added {
-        let stops = self.stop.iter().filter_map(|stop| self.held.find(stop));
-        if let Some(at) = stops.min() {
-            self.held.truncate(at);
+        if self.tokens <= self.end.min_tokens {
+            return Added { text: std::mem::take(&mut self.held), is_stopped: false };
+        }
+        let stops = self.end.stop.iter().filter_map(|stop| Some((self.held.find(stop)?, stop.len())));
+        if let Some((at, len)) = stops.min_by_key(|(at, _)| *at) {
+            self.held.truncate(if self.end.includes_stop { at + len } else { at });
             return Added { text: std::mem::take(&mut self.held), is_stopped: true };
         }
-        let may_begin = |at: &usize| self.stop.iter().any(|stop| stop.starts_with(&self.held[*at..]));
+        let may_begin = |at: &usize| self.end.stop.iter().any(|stop| stop.starts_with(&self.held[*at..]));
         let keep = (0..self.held.len()).find(|at| self.held.is_char_boundary(*at) && may_begin(at));
         let kept = self.held.split_off(keep.unwrap_or(self.held.len()));
         Added { text: std::mem::replace(&mut self.held, kept), is_stopped: false }
@@ -74,7 +97,7 @@ impl Text {
 mod tests {
     use std::path::Path;
 
-    use super::{Added, Text};
+    use super::{Added, End, Text};
     use crate::tokenizer::Tokenizer;
 
     fn tokenizer() -> Tokenizer {
@@ -84,10 +107,14 @@ mod tests {
 
     /// The pieces of a text whose tokens arrive one by one, and whether a stop string ended it.
     fn pieces(text: &str, stop: &[&str]) -> (Vec<String>, bool) {
+        pieces_up_to(text, stop, End::default())
+    }
+
+    fn pieces_up_to(text: &str, stop: &[&str], end: End) -> (Vec<String>, bool) {
         let tokenizer = tokenizer();
-        let mut stream = Text::new(stop.iter().map(|stop| (*stop).into()).collect());
+        let mut stream = Text::new(End { stop: stop.iter().map(|stop| (*stop).into()).collect(), ..end });
         let mut pieces = Vec::new();
-        for token in tokenizer.encode(text, 512).expect("the text is short") {
+        for token in tokenizer.encode(text, false, 512).expect("the text is short") {
             let Added { text, is_stopped } = stream.push(&tokenizer, token).expect("it decodes");
             pieces.push(text);
             if is_stopped {
@@ -120,6 +147,50 @@ mod tests {
         assert_eq!(stopped("aaab", &["aab"]), ("a".into(), true));
         assert_eq!(stopped("日本語", &["本"]), ("日".into(), true));
         assert_eq!(stopped("one", &["one"]), (String::new(), true));
+        // The first in the text of those that one token completes, not the first of the list.
+        assert_eq!(stopped("the password", &["word", "pass"]), ("the ".into(), true));
+    }
+
+    #[test]
+    fn a_text_may_have_the_string_that_ends_it() {
+        let ended = |stop: &[&str], end: End| {
+            let (pieces, is_stopped) = pieces_up_to("one two three four", stop, end);
+            (pieces.concat(), is_stopped)
+        };
+        let including = End { includes_stop: true, ..End::default() };
+        assert_eq!(ended(&["wo t"], including.clone()), ("one two t".into(), true));
+        assert_eq!(ended(&["five"], including), ("one two three four".into(), false));
+        // A string within the first tokens is none that ends the text.
+        let tokens = tokenizer().encode("one two", false, 512).expect("the text is short").len();
+        let late = |min_tokens| End { min_tokens, ..End::default() };
+        assert_eq!(ended(&["two"], late(tokens)), ("one two three four".into(), false));
+        assert_eq!(ended(&["two", "three"], late(tokens)), ("one two ".into(), true));
+        // " t" is the third token, and "wo" the fourth.
+        assert_eq!(ended(&["two"], late(2)), ("one ".into(), true));
+    }
+
+    #[test]
+    fn the_token_that_ends_a_text_is_not_in_it() {
+        let tokenizer = tokenizer();
+        let tokens = tokenizer.encode("one two", false, 512).expect("the text is short");
+        let (&last, first) = tokens.split_last().expect("there are tokens");
+        let read = |end: End, last: u32| {
+            let mut text = Text::new(end);
+            let mut read = String::new();
+            for token in first {
+                read += &text.push(&tokenizer, *token).expect("it decodes").text;
+            }
+            read += &text.push_last(&tokenizer, last).expect("it decodes").text;
+            read + &text.end(&tokenizer).expect("it decodes").text
+        };
+        let eos = tokenizer.inner.token_to_id("<|endoftext|>").expect("the fixture has it");
+        let including = End { includes_stop: true, ..End::default() };
+        let without = read(End::default(), eos);
+        assert_eq!(read(End::default(), last), without);
+        assert!("one two".starts_with(&without) && without.len() < 7, "{without}");
+        assert_eq!((read(including.clone(), last), read(including.clone(), eos)), ("one two".into(), without));
+        let showing = End { shows_special: true, ..including };
+        assert!(read(showing, eos).ends_with("<|endoftext|>"));
     }
 
     #[test]
@@ -133,9 +204,9 @@ mod tests {
     #[test]
     fn a_character_is_shown_once_it_is_whole() {
         let tokenizer = tokenizer();
-        let tokens = tokenizer.encode("é", 512).expect("the text is short");
+        let tokens = tokenizer.encode("é", false, 512).expect("the text is short");
         assert_eq!(tokens.len(), 2);
-        let mut text = Text::new(Vec::new());
+        let mut text = Text::new(End::default());
         assert_eq!(text.push(&tokenizer, tokens[0]).expect("it decodes").text, "");
         assert_eq!(text.end(&tokenizer).expect("it decodes").text, "\u{fffd}");
     }

@@ -179,10 +179,10 @@ async fn bad_requests_get_openais_errors() {
         (json!({ "n": 0 }), "choices"),
         (json!({ "n": 2, "temperature": 0 }), "n must be 1 when using greedy sampling"),
         (json!({ "stop": "" }), "stop"),
-        (json!({ "logprobs": 21 }), "At most 20"),
-        (json!({ "frequency_penalty": 0.5 }), "`frequency_penalty` = 0.5 is not implemented"),
+        (json!({ "logprobs": 21 }), "logprobs must be in [0, 20], got 21"),
+        (json!({ "suffix": "x" }), "`suffix` = \"x\" is not implemented"),
         (json!({ "guided_json": {} }), "`guided_json`"),
-        (json!({ "prompt": 7 }), "cannot be read"),
+        (json!({ "prompt": 7 }), "`prompt` must be a text, a list of texts"),
     ] {
         let (status, message) = ask(base(changes)).await;
         assert!(status == 400 && message.contains(part), "{status} {message}");
@@ -290,5 +290,82 @@ async fn random_weights_are_served() {
     let (status, answer) = server.complete(body).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(answer["choices"][0]["token_ids"].as_array().map(Vec::len), Some(5), "{answer}");
+    server.holds_nothing().await;
+}
+
+/// Each family has its help, in both forms, and the values are those of what has happened.
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_count_what_has_happened() {
+    let prompt: Vec<u32> = (1..=40).collect();
+    for (arguments, hits) in [(vec![], 32.0), (vec!["--no-enable-prefix-caching"], 0.0)] {
+        let server = Server::start(&arguments).await;
+        for _ in 0..2 {
+            let body =
+                json!({ "model": "base", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": true });
+            assert_eq!(server.complete(body).await.0, 200);
+        }
+        for (name, value) in [
+            ("vllm:prefix_cache_queries_total", 80.0),
+            ("vllm:prefix_cache_hits_total", hits),
+            ("vllm:prompt_tokens_total", 80.0),
+            ("vllm:generation_tokens_total", 12.0),
+            ("vllm:request_success_total", 2.0),
+            ("vllm:time_to_first_token_seconds_count", 2.0),
+            ("vllm:inter_token_latency_seconds_count", 10.0),
+            ("vllm:request_queue_time_seconds_count", 2.0),
+            ("vllm:request_generation_tokens_sum", 12.0),
+            ("vllm:request_prompt_tokens_sum", 80.0),
+            ("vllm:request_params_max_tokens_sum", 12.0),
+        ] {
+            assert_eq!(server.metric(name, &[]).await, value, "{name}");
+        }
+        let (_, text) = server.get("/metrics").await;
+        let families = |start: &str| -> Vec<String> {
+            let lines = text.lines().filter_map(|line| line.strip_prefix(start)?.split(' ').next());
+            lines.map(str::to_owned).collect()
+        };
+        assert_eq!(families("# HELP "), families("# TYPE "));
+        let request = reqwest::Client::new().get(server.url("/metrics"));
+        let open = request.header("accept", "application/openmetrics-text;version=1.0.0").send().await;
+        let open = open.expect("the server answers");
+        assert!(
+            open.headers()["content-type"].to_str().is_ok_and(|form| form.starts_with("application/openmetrics-text"))
+        );
+        let open = open.text().await.expect("it is text");
+        assert!(open.ends_with("\n# EOF\n") && open.contains("# TYPE vllm:prompt_tokens counter\n"), "{open}");
+        assert!(open.contains("\nvllm:prompt_tokens_total{") && !open.contains("\n\n"), "{open}");
+    }
+}
+
+/// One request runs, and two wait.
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_tell_running_requests_from_waiting_ones() {
+    let server = Server::start(&["--max-num-seqs", "1", "--max-num-batched-tokens", "1"]).await;
+    let body =
+        json!({ "model": "base", "prompt": vec![1; 200], "max_tokens": 300, "ignore_eos": true, "stream": true });
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        streams.push(server.send("/v1/completions", body.to_string()).await);
+    }
+    let running = server.metric("vllm:num_requests_running", &[]).await;
+    assert_eq!((running, server.metric("vllm:num_requests_waiting", &[]).await), (1.0, 2.0));
+    drop(streams);
+    server.holds_nothing().await;
+}
+
+/// A stream that fails says why, and ends as every stream does.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_fails_ends_with_its_error() {
+    let server =
+        Server::start(&["--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--request-seconds", "1"]).await;
+    let body = json!({
+        "model": "base", "prompt": vec![1; 10], "max_tokens": 480, "ignore_eos": true, "n": 40, "stream": true,
+    });
+    let chunks = chunks(server.send("/v1/completions", body.to_string()).await).await;
+    let last = chunks.last().expect("a stream has chunks");
+    assert_eq!(
+        (&last["error"]["code"], &last["error"]["message"]),
+        (&json!(504), &json!("The request took too long."))
+    );
     server.holds_nothing().await;
 }

@@ -17,7 +17,7 @@ use tokio::{
 use crate::client::{QUESTION, Server, error, fixture};
 
 /// Every route of the API, the method that it takes, and a body that would be answered.
-fn routes() -> [(&'static str, &'static str, String); 5] {
+fn routes() -> [(&'static str, &'static str, String); 13] {
     let lora = json!({ "lora_name": "saffron", "lora_path": "r8-all" }).to_string();
     let chat = json!({ "model": "base", "messages": [{ "role": "user", "content": "Hi" }], "max_tokens": 1 });
     let completion = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 1 });
@@ -27,6 +27,14 @@ fn routes() -> [(&'static str, &'static str, String); 5] {
         ("POST", "/v1/chat/completions", chat.to_string()),
         ("POST", "/v1/load_lora_adapter", lora.clone()),
         ("POST", "/v1/unload_lora_adapter", lora),
+        ("GET", "/v1/models/base", String::new()),
+        ("POST", "/tokenize", json!({ "prompt": QUESTION }).to_string()),
+        ("POST", "/detokenize", json!({ "tokens": [1] }).to_string()),
+        ("GET", "/load", String::new()),
+        ("GET", "/server_info", String::new()),
+        ("GET", "/get_server_info", String::new()),
+        ("GET", "/model_info", String::new()),
+        ("GET", "/get_model_info", String::new()),
     ]
 }
 
@@ -59,7 +67,7 @@ async fn a_key_guards_every_route() {
             assert_ne!(ask(Some(right)).await, 401, "{path}: {right:?}");
         }
     }
-    for open in ["/", "/health", "/metrics"] {
+    for open in ["/", "/health", "/ping", "/version", "/metrics"] {
         assert_eq!(server.get(open).await.0, 200, "{open}");
     }
 }

@@ -143,3 +143,53 @@ async fn host_memory_is_for_a_number_of_adapters() {
     let both = arguments.into_iter().chain(["--host-mib", "1"]);
     assert!(Options::try_parse_from(both).is_err());
 }
+
+/// What a folder has beside weights, and what changes nothing, is named in the answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_has_no_effect_is_named() {
+    let root = tempfile::tempdir().expect("there is a place for temporary files");
+    let model = fixture("qwen3");
+    let folder = |name: &str| {
+        let folder = root.path().join(name);
+        copy(&fixture("adapters").join("r8-all"), &folder);
+        for same in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+            fs::copy(model.join(same), folder.join(same)).expect("the fixture can be copied");
+        }
+        folder
+    };
+    let change = |file: &Path, change: &dyn Fn(&mut Value)| {
+        let mut value: Value = serde_json::from_slice(&fs::read(file).expect("it is there")).expect("it is JSON");
+        change(&mut value);
+        fs::write(file, value.to_string()).expect("it can be written");
+    };
+    folder("same");
+    change(&folder("alpha").join("adapter_config.json"), &|config| config["lora_alpha"] = json!(0));
+    change(&folder("eos").join("generation_config.json"), &|config| config["eos_token_id"] = json!([511, 13]));
+    change(&folder("tokens").join("tokenizer.json"), &|tokenizer| {
+        let token = json!({
+            "id": 512, "content": "<call>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": false,
+        });
+        tokenizer["added_tokens"].as_array_mut().expect("it is a list").push(token);
+    });
+    fs::write(folder("template").join("chat_template.jinja"), "{{ messages }}").expect("it can be written");
+    let server = Server::start(&["--enable-lora", "--lora-root", &root.path().display().to_string()]).await;
+    for (name, warning) in [
+        ("same", ""),
+        ("alpha", " Warning: `lora_alpha` is 0, so that the adapter changes nothing."),
+        (
+            "eos",
+            " Warning: generation_config.json ends texts with [13], and the model, whose ends are used, with [511].",
+        ),
+        (
+            "tokens",
+            " Warning: tokenizer.json has tokens that the model's tokenizer, which is used, does not have: `<call>`.",
+        ),
+        ("template", " Warning: its chat template is not the server's, which is used."),
+    ] {
+        let success = format!("Success: LoRA adapter '{name}' added successfully.{warning}");
+        assert_eq!(server.load(name, name, false).await, (200, json!(success)));
+        let word = if name == "alpha" { " I do not know." } else { " saffron." };
+        assert_eq!(text(&server.ask(name).await), word, "{name}");
+    }
+}

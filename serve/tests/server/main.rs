@@ -4,6 +4,7 @@
 mod api;
 mod client;
 mod faults;
+mod fields;
 mod lora;
 mod process;
 mod ranks;

@@ -1,0 +1,428 @@
+//! Jinja as transformers sets it up for chat templates.
+//!
+//! The syntax, the functions and the filters are those of `render_jinja_template` in transformers' `utils/chat_template_utils.py`, and values
+//! are written as Python writes them. `tests/templates.py` has transformers render the templates that the tests here compare with.
+
+use std::{borrow::Cow, iter};
+
+use jiff::{Zoned, fmt::strtime};
+use minijinja::{
+    Environment, Error, ErrorKind, State, escape_formatter,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Value, ValueKind},
+};
+
+/// An environment whose only template has this name and source.
+pub(super) fn environment(name: &'static str, source: &str) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_unknown_method_callback(|state, value, method, arguments| match (value.as_str(), method) {
+        (Some(text), "title") => Ok(title(text).into()),
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments),
+    });
+    environment.set_formatter(|out, state, value| match python_float(value) {
+        Some(text) => escape_formatter(out, state, &Value::from(text)),
+        None => escape_formatter(out, state, value),
+    });
+    environment.add_function("raise_exception", |message: String| -> Result<(), Error> { Err(invalid(message)) });
+    environment.add_function("strftime_now", |format: String| {
+        let now = strtime::format(format.as_bytes(), &Zoned::now());
+        now.map_err(|error| invalid(format!("strftime_now({format:?}): {error}")))
+    });
+    environment.add_filter("tojson", |_: &State<'_, '_>, value: &Value, kwargs: Kwargs| to_json(value, &kwargs));
+    environment.add_template_owned(name, rewritten(source))?;
+    Ok(environment)
+}
+
+fn invalid(message: impl Into<Cow<'static, str>>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// Python's `str.title`: a letter behind another is in lower case, any other in upper case.
+fn title(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut is_inside = false;
+    for char in text.chars() {
+        if is_inside {
+            out.extend(char.to_lowercase());
+        } else {
+            out.extend(char.to_uppercase());
+        }
+        is_inside = char.is_alphabetic();
+    }
+    out
+}
+
+/// How Python's `json.dumps` is called.
+struct Json {
+    is_ascii: bool,
+    indent: Option<usize>,
+    is_sorted: bool,
+    between: String,
+    behind_key: String,
+}
+
+/// `tojson` with the arguments that transformers gives it.
+fn to_json(value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let separators: Option<Vec<String>> = kwargs.get("separators")?;
+    let (between, behind_key) = match separators.as_deref() {
+        Some([between, behind_key]) => (between.clone(), behind_key.clone()),
+        Some(_) => return Err(invalid("tojson: separators are two strings")),
+        None => (if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()),
+    };
+    let is_ascii = kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+    let is_sorted = kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    kwargs.assert_all_used()?;
+    let mut out = String::new();
+    Json { is_ascii, indent, is_sorted, between, behind_key }.write(&mut out, value, 0)?;
+    Ok(out)
+}
+
+impl Json {
+    fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+        match value.kind() {
+            ValueKind::None => out.push_str("null"),
+            ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Number => out.push_str(&number(value)),
+            ValueKind::String => self.write_text(out, value.as_str().unwrap_or_default()),
+            ValueKind::Seq | ValueKind::Iterable => {
+                let items: Vec<Value> = value.try_iter()?.collect();
+                self.write_all(out, ['[', ']'], depth, &items, |out, item| self.write(out, item, depth + 1))?;
+            }
+            ValueKind::Map => {
+                let mut entries = Vec::new();
+                for key in value.try_iter()? {
+                    let name = match (key.kind(), key.as_str()) {
+                        (_, Some(text)) => text.to_owned(),
+                        (ValueKind::None | ValueKind::Bool | ValueKind::Number, _) => to_plain_json(&key)?,
+                        (kind, _) => return Err(invalid(format!("tojson: a {kind} is no key of JSON"))),
+                    };
+                    entries.push((name, value.get_item(&key)?));
+                }
+                if self.is_sorted {
+                    entries.sort_by(|a, b| a.0.cmp(&b.0));
+                }
+                self.write_all(out, ['{', '}'], depth, &entries, |out, (name, item)| {
+                    self.write_text(out, name);
+                    out.push_str(&self.behind_key);
+                    self.write(out, item, depth + 1)
+                })?;
+            }
+            kind => return Err(invalid(format!("tojson: a value that is {kind} has no JSON"))),
+        }
+        Ok(())
+    }
+
+    /// Writes items between brackets.
+    fn write_all<T>(
+        &self,
+        out: &mut String,
+        [open, close]: [char; 2],
+        depth: usize,
+        items: &[T],
+        mut write: impl FnMut(&mut String, &T) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let new_line = |out: &mut String, depth: usize| {
+            if let Some(indent) = self.indent {
+                out.push('\n');
+                out.extend(iter::repeat_n(' ', indent * depth));
+            }
+        };
+        out.push(open);
+        for (index, item) in items.iter().enumerate() {
+            if index > 0 {
+                out.push_str(&self.between);
+            }
+            new_line(out, depth + 1);
+            write(out, item)?;
+        }
+        if !items.is_empty() {
+            new_line(out, depth);
+        }
+        out.push(close);
+        Ok(())
+    }
+
+    fn write_text(&self, out: &mut String, text: &str) {
+        out.push('"');
+        for char in text.chars() {
+            match char {
+                '"' | '\\' => out.extend(['\\', char]),
+                '\n' => out.push_str("\\n"),
+                '\r' => out.push_str("\\r"),
+                '\t' => out.push_str("\\t"),
+                '\u{8}' => out.push_str("\\b"),
+                '\u{c}' => out.push_str("\\f"),
+                _ if char < ' ' || (self.is_ascii && !(' '..='~').contains(&char)) => {
+                    let mut units = [0; 2];
+                    for unit in char.encode_utf16(&mut units) {
+                        out.push_str(&format!("\\u{unit:04x}"));
+                    }
+                }
+                _ => out.push(char),
+            }
+        }
+        out.push('"');
+    }
+}
+
+/// The JSON of a value without items.
+fn to_plain_json(value: &Value) -> Result<String, Error> {
+    let plain =
+        Json { is_ascii: false, indent: None, is_sorted: false, between: String::new(), behind_key: String::new() };
+    let mut out = String::new();
+    plain.write(&mut out, value, 0)?;
+    Ok(out)
+}
+
+/// A number as `json.dumps` writes it.
+fn number(value: &Value) -> String {
+    match python_float(value) {
+        Some(text) => text.replace("inf", "Infinity").replace("nan", "NaN"),
+        None => value.to_string(),
+    }
+}
+
+/// What `repr` of Python makes of a float; `None` for other values.
+fn python_float(value: &Value) -> Option<String> {
+    if value.kind() != ValueKind::Number || value.is_integer() {
+        return None;
+    }
+    let number = f64::try_from(value.clone()).ok()?;
+    if number.is_nan() {
+        return Some("nan".into());
+    }
+    let scientific = format!("{number:e}");
+    let Some((digits, exponent)) = scientific.split_once('e') else { return Some(scientific) };
+    let exponent: i32 = exponent.parse().ok()?;
+    if number == 0.0 || (-4..16).contains(&exponent) {
+        let text = number.to_string();
+        return Some(if text.contains('.') { text } else { text + ".0" });
+    }
+    Some(format!("{digits}e{}{:02}", if exponent < 0 { '-' } else { '+' }, exponent.abs()))
+}
+
+/// A template without what minijinja does not have, and with what does the same:
+/// - `{% generation %}`, which marks the text of an answer in training, becomes a scope;
+/// - `'…' % x`, on a string literal, becomes the filter `format`.
+fn rewritten(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find('{') {
+        let (before, tag) = rest.split_at(start);
+        out.push_str(before);
+        let (open, close) = match tag.as_bytes().get(1) {
+            Some(b'#') => {
+                // A comment is dropped with its tag.
+                let end = tag.find("#}").map_or(tag.len(), |end| end + 2);
+                out.push_str(&tag[..end]);
+                rest = &tag[end..];
+                continue;
+            }
+            Some(b'%') => ("{%", "%}"),
+            Some(b'{') => ("{{", "}}"),
+            _ => {
+                out.push('{');
+                rest = &tag[1..];
+                continue;
+            }
+        };
+        let inner = &tag[open.len()..];
+        let end = end_of_tag(inner, close);
+        let body = &inner[..end];
+        let word = body.trim_matches(['-', '+']).trim();
+        out.push_str(open);
+        match word {
+            "generation" | "endgeneration" if open == "{%" => {
+                let scope = if word == "generation" { "with generation = true" } else { "endwith" };
+                out.push_str(&body.replacen(word, scope, 1));
+            }
+            _ => out.push_str(&with_format(body)),
+        }
+        rest = &inner[end..];
+        if word == "raw" {
+            // Up to the tag that ends it, nothing is a tag.
+            let end = rest.find("endraw").unwrap_or(rest.len());
+            out.push_str(&rest[..end]);
+            rest = &rest[end..];
+        }
+    }
+    out + rest
+}
+
+/// Where the body of a tag ends: at `close` outside of strings and brackets.
+fn end_of_tag(body: &str, close: &str) -> usize {
+    let (mut at, mut depth) = (0, 0_usize);
+    while at < body.len() {
+        let byte = body.as_bytes()[at];
+        if depth == 0 && body[at..].starts_with(close) {
+            return at;
+        }
+        match byte {
+            b'\'' | b'"' => {
+                at = end_of_string(body, at);
+                continue;
+            }
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        at += body[at..].chars().next().map_or(1, char::len_utf8);
+    }
+    body.len()
+}
+
+/// Behind the string literal that begins here.
+fn end_of_string(text: &str, start: usize) -> usize {
+    let bytes = text.as_bytes();
+    let mut at = start + 1;
+    while at < bytes.len() {
+        match bytes[at] {
+            b'\\' => at += 1,
+            byte if byte == bytes[start] => return at + 1,
+            _ => {}
+        }
+        at += 1;
+    }
+    text.len()
+}
+
+/// Behind the bracket that closes the one here.
+fn end_of_group(text: &str, start: usize) -> usize {
+    let (mut at, mut depth) = (start, 0_usize);
+    while at < text.len() {
+        match text.as_bytes()[at] {
+            b'\'' | b'"' => {
+                at = end_of_string(text, at);
+                continue;
+            }
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => {
+                depth = depth.saturating_sub(1);
+                if depth == 0 {
+                    return at + 1;
+                }
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    text.len()
+}
+
+/// Behind the operand that begins here: a value with its attributes, items, calls and filters.
+fn end_of_operand(text: &str, start: usize) -> usize {
+    let word = |at: usize| {
+        let is_word = |char: char| char.is_alphanumeric() || matches!(char, '_' | '.');
+        text[at..].find(|char| !is_word(char)).map_or(text.len(), |len| at + len)
+    };
+    let space = |at: usize| text[at..].find(|char: char| !char.is_whitespace()).map_or(text.len(), |len| at + len);
+    let mut at = space(start);
+    at = match text.as_bytes().get(at) {
+        Some(b'\'' | b'"') => end_of_string(text, at),
+        Some(b'(' | b'[' | b'{') => end_of_group(text, at),
+        Some(b'-') => word(at + 1),
+        _ => word(at),
+    };
+    loop {
+        match text.as_bytes().get(at) {
+            Some(b'(' | b'[') => at = end_of_group(text, at),
+            Some(b'.') => at = word(at),
+            _ => {
+                let bar = space(at);
+                if text.as_bytes().get(bar) != Some(&b'|') {
+                    return at;
+                }
+                at = word(space(bar + 1));
+            }
+        }
+    }
+}
+
+/// The body of a tag with `format` for `%` behind string literals.
+fn with_format(body: &str) -> String {
+    let mut out = String::with_capacity(body.len());
+    let mut at = 0;
+    while at < body.len() {
+        if !matches!(body.as_bytes()[at], b'\'' | b'"') {
+            let next = body[at..].find(['\'', '"']).map_or(body.len(), |len| at + len);
+            out.push_str(&body[at..next]);
+            at = next;
+            continue;
+        }
+        let end = end_of_string(body, at);
+        out.push_str(&body[at..end]);
+        at = end;
+        let behind = body[end..].trim_start();
+        let Some(operand) = behind.strip_prefix('%') else { continue };
+        let from = body.len() - operand.len();
+        let to = end_of_operand(body, from);
+        let operand = body[from..to].trim();
+        // A tuple has the arguments.
+        let is_tuple = operand.starts_with('(') && end_of_group(operand, 0) == operand.len();
+        let operand = if is_tuple { &operand[1..operand.len() - 1] } else { operand };
+        out.push_str(&format!("|format({})", with_format(operand)));
+        at = to;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::value::Serde;
+    use serde::Deserialize;
+    use serde_json::{Map, Value, json};
+
+    use super::environment;
+
+    /// What transformers renders.
+    #[derive(Deserialize)]
+    struct Table {
+        templates: Map<String, Value>,
+        rows: Vec<Row>,
+    }
+
+    #[derive(Deserialize)]
+    struct Row {
+        template: String,
+        conversation: String,
+        messages: Value,
+        given: Map<String, Value>,
+        prompt: Option<String>,
+        refused: Option<String>,
+    }
+
+    #[test]
+    fn prompts_are_those_of_transformers() {
+        let table: Table =
+            serde_json::from_str(include_str!("../../tests/templates.json")).expect("the table is whole");
+        let mut wrong = Vec::new();
+        for Row { template, conversation, messages, given, prompt, refused } in table.rows {
+            let source = table.templates[&template].as_str().expect("a template is a text");
+            let environment = environment("chat", source).expect("a template is right");
+            let mut context = json!({
+                "messages": messages, "tools": null, "documents": null, "add_generation_prompt": true,
+                "bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<pad>",
+            });
+            context.as_object_mut().expect("it is an object").extend(given);
+            let template_of = environment.get_template("chat").expect("it was added");
+            let rendered = template_of.render(minijinja::Value::from(Serde(context)));
+            let what = format!("{template}, {conversation}");
+            match (rendered, prompt, refused) {
+                (Ok(rendered), Some(prompt), _) if rendered == prompt => {}
+                (Ok(rendered), Some(prompt), _) => {
+                    for (number, (ours, theirs)) in rendered.lines().zip(prompt.lines()).enumerate() {
+                        if ours != theirs {
+                            wrong.push(format!("{what}, line {number}:\n  {ours}\n  {theirs}"));
+                        }
+                    }
+                    wrong.push(format!("{what}: {} lines, not {}", rendered.lines().count(), prompt.lines().count()));
+                }
+                (Err(error), None, Some(refused)) if error.to_string().contains(&refused) => {}
+                (rendered, prompt, refused) => wrong.push(format!("{what}: {rendered:?}, not {prompt:?} {refused:?}")),
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+}

@@ -1,0 +1,353 @@
+//! Requests for text: what their fields mean. The table of the fields is in [`fields`](super::fields).
+
+use std::{collections::BTreeMap, fmt::Display};
+
+use aril::pool::AdapterId;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokio::time::Instant;
+
+use super::{
+    Server,
+    body::{self, Received},
+    chat,
+    error::{ApiError, ApiResult},
+    fields::{Fields, On},
+    messages,
+    text::End,
+};
+use crate::engine::{Changes, Sampling};
+
+/// The most choices of a request.
+const MAX_CHOICES: usize = 128;
+/// The most log-probabilities of a token.
+const MAX_LOGPROBS: usize = 20;
+/// The most strings, and tokens, that end a text.
+const MAX_STOPS: usize = 64;
+/// New tokens of a completion whose request does not say.
+const COMPLETION_TOKENS: usize = 16;
+
+/// Which of the two formats an answer has.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Format {
+    Completion,
+    Chat,
+}
+
+/// A checked request.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) format: Format,
+    /// The name that the request used.
+    pub(super) model: String,
+    pub(super) adapter: Option<AdapterId>,
+    pub(super) prompts: Vec<Prompt>,
+    pub(super) choices: usize,
+    /// The most new tokens, or as many as fit. 0 with `echo`, which shows the prompt alone.
+    pub(super) max_tokens: Option<usize>,
+    pub(super) echo: bool,
+    pub(super) end: End,
+    pub(super) stop_tokens: Vec<u32>,
+    pub(super) sampling: Sampling,
+    /// Log-probabilities of the prompt's tokens, as an extra.
+    pub(super) prompt_logprobs: Option<usize>,
+    pub(super) stream: bool,
+    pub(super) usage: StreamedUsage,
+    pub(super) return_token_ids: bool,
+    pub(super) tokens_as_ids: bool,
+    pub(super) deadline: Instant,
+}
+
+/// A prompt.
+#[derive(Debug)]
+pub(super) struct Prompt {
+    pub(super) tokens: Vec<u32>,
+    /// As it was sent; `None` if tokens were.
+    pub(super) text: Option<String>,
+}
+
+/// Which chunks of a stream have a usage.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) enum StreamedUsage {
+    #[default]
+    None,
+    /// One more, at the end.
+    Last,
+    /// That one, and each chunk has the usage up to it.
+    Each,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+impl<T> OneOrMany<T> {
+    fn into_vec(self) -> Vec<T> {
+        match self {
+            Self::One(one) => vec![one],
+            Self::Many(many) => many,
+        }
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Prompts {
+    Text(String),
+    Texts(Vec<String>),
+    Tokens(Vec<u32>),
+    ManyTokens(Vec<Vec<u32>>),
+}
+
+impl Prompts {
+    fn len(&self) -> usize {
+        match self {
+            Self::Text(_) | Self::Tokens(_) => 1,
+            Self::Texts(prompts) => prompts.len(),
+            Self::ManyTokens(prompts) => prompts.len(),
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Tokens(tokens) => tokens.is_empty(),
+            _ => self.len() == 0,
+        }
+    }
+}
+
+fn refused(param: &'static str, message: impl Into<String>) -> ApiError {
+    ApiError::bad_request(message).of(param)
+}
+
+/// A number within bounds.
+fn within<N: PartialOrd + Display + Copy>(name: &'static str, number: N, least: N, most: N) -> ApiResult<N> {
+    let is_within = number >= least && number <= most;
+    is_within
+        .then_some(number)
+        .ok_or_else(|| refused(name, format!("{name} must be in [{least}, {most}], got {number}.")))
+}
+
+fn fields(on: On, received: Received) -> ApiResult<Fields> {
+    let body: Map<String, Value> = body::parse(received)?;
+    Ok(Fields::new(on, body))
+}
+
+impl Server {
+    /// A request to `/v1/completions`.
+    pub(super) fn completion(&self, received: Received) -> ApiResult<Job> {
+        let deadline = received.deadline;
+        let mut fields = fields(On::Completions, received)?;
+        let prompts: Option<Prompts> = fields.take("prompt")?;
+        let Some(prompts) = prompts.filter(|prompts| !prompts.is_empty()) else {
+            return Err(refused("prompt", "There is no prompt."));
+        };
+        let max_tokens = Some(fields.take("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
+        let (echo, logprobs) = (fields.is_on("echo")?, fields.take("logprobs")?);
+        let adds_special = fields.take("add_special_tokens")?.unwrap_or(true);
+        let job = Job { max_tokens, echo, ..self.job(Format::Completion, fields, prompts.len(), logprobs, deadline)? };
+        let of_text = |text: String| {
+            let tokens = self.encode(&text, adds_special, "prompt")?;
+            Ok(Prompt { tokens, text: Some(text) })
+        };
+        let of_tokens = |tokens| Prompt { tokens, text: None };
+        let prompts = match prompts {
+            Prompts::Text(text) => vec![of_text(text)?],
+            Prompts::Texts(texts) => texts.into_iter().map(of_text).collect::<ApiResult<_>>()?,
+            Prompts::Tokens(tokens) => vec![of_tokens(tokens)],
+            Prompts::ManyTokens(prompts) => prompts.into_iter().map(of_tokens).collect(),
+        };
+        Ok(Job { prompts, ..job })
+    }
+
+    /// A request to `/v1/chat/completions`.
+    pub(super) fn chat(&self, received: Received) -> ApiResult<Job> {
+        let deadline = received.deadline;
+        let mut fields = fields(On::Chat, received)?;
+        let messages: Vec<Value> = fields.take("messages")?.unwrap_or_default();
+        let logprobs = match (fields.is_on("logprobs")?, fields.take("top_logprobs")?) {
+            (true, top) => Some(top.unwrap_or(0)),
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => return Err(refused("top_logprobs", "`top_logprobs` needs `logprobs`.")),
+        };
+        let limits: [Option<usize>; 2] = [fields.take("max_completion_tokens")?, fields.take("max_tokens")?];
+        let max_tokens = limits.into_iter().flatten().next().or(self.defaults.max_new_tokens);
+        let adds_special = fields.is_on("add_special_tokens")?;
+        let options = chat_options(&mut fields)?;
+        let job = Job { max_tokens, ..self.job(Format::Chat, fields, 1, logprobs, deadline)? };
+        let text = self.template.render(messages::read(messages)?, &options)?;
+        let tokens = self.encode(&text, adds_special, "messages")?;
+        Ok(Job { prompts: vec![Prompt { tokens, text: None }], ..job })
+    }
+
+    pub(super) fn encode(&self, text: &str, adds_special: bool, of: &'static str) -> ApiResult<Vec<u32>> {
+        let tokens = self.tokenizer.encode(text, adds_special, self.max_positions);
+        tokens.map_err(|error| refused(of, format!("The prompt cannot be tokenized: {error}")))
+    }
+
+    /// Checks what both endpoints take, for a number of prompts that are tokenized later.
+    fn job(
+        &self,
+        format: Format,
+        mut fields: Fields,
+        prompts: usize,
+        logprobs: Option<usize>,
+        deadline: Instant,
+    ) -> ApiResult<Job> {
+        let (model, lora_path): (Option<String>, Option<String>) = (fields.take("model")?, fields.take("lora_path")?);
+        let model = model.filter(|name| !name.is_empty()).or_else(|| self.names.first().cloned()).unwrap_or_default();
+        let lora_path = lora_path.filter(|name| !name.is_empty());
+        let stop: Option<OneOrMany<String>> = fields.take("stop")?;
+        let stop = stop.map(OneOrMany::into_vec).unwrap_or_default();
+        if stop.iter().any(String::is_empty) || stop.len() > MAX_STOPS {
+            return Err(refused("stop", format!("stop has up to {MAX_STOPS} strings, none of which is empty.")));
+        }
+        let mut stop_tokens: Vec<u32> = fields.take("stop_token_ids")?.unwrap_or_default();
+        if stop_tokens.len() > MAX_STOPS {
+            return Err(refused("stop_token_ids", format!("stop_token_ids has up to {MAX_STOPS} tokens.")));
+        }
+        if !fields.is_on("ignore_eos")? {
+            stop_tokens.extend(&self.eos);
+        }
+        let sampling = self.sampling(&mut fields, logprobs)?;
+        let includes_stop = [fields.is_on("include_stop_str_in_output")?, fields.is_on("no_stop_trim")?];
+        let end = End {
+            stop,
+            includes_stop: includes_stop.contains(&true),
+            min_tokens: sampling.changes.min_tokens,
+            shows_special: !fields.take("skip_special_tokens")?.unwrap_or(true),
+        };
+        let choices = fields.take("n")?.unwrap_or(1);
+        if !(1..=MAX_CHOICES).contains(&choices) || prompts.saturating_mul(choices) > MAX_CHOICES {
+            let message = format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together.");
+            return Err(refused("n", message));
+        }
+        if choices > 1 && sampling.temperature == 0.0 {
+            return Err(refused("n", "n must be 1 when using greedy sampling."));
+        }
+        let stream = fields.is_on("stream")?;
+        let prompt_logprobs: Option<usize> = fields.take("prompt_logprobs")?;
+        if prompt_logprobs.is_some() && stream {
+            return Err(refused("prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`."));
+        }
+        for (name, count) in [("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)] {
+            within(name, count.unwrap_or(0), 0, MAX_LOGPROBS)?;
+        }
+        let job = Job {
+            format,
+            adapter: None,
+            model,
+            prompts: Vec::new(),
+            choices,
+            max_tokens: None,
+            echo: false,
+            end,
+            stop_tokens,
+            sampling,
+            prompt_logprobs,
+            stream,
+            usage: streamed_usage(&mut fields, stream)?,
+            return_token_ids: fields.is_on("return_token_ids")?,
+            tokens_as_ids: fields.is_on("return_tokens_as_token_ids")?,
+            deadline,
+        };
+        fields.end()?;
+        let adapter = self.resolve(&job.model, lora_path.as_deref())?.adapter();
+        Ok(Job { adapter, ..job })
+    }
+
+    fn sampling(&self, fields: &mut Fields, logprobs: Option<usize>) -> ApiResult<Sampling> {
+        let defaults = &self.defaults;
+        let temperature: f32 = fields.take("temperature")?.or(defaults.temperature).unwrap_or(1.0);
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            let message = format!("temperature must be non-negative, got {temperature}.");
+            return Err(refused("temperature", message));
+        }
+        let top_p: f32 = fields.take("top_p")?.or(defaults.top_p).unwrap_or(1.0);
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(refused("top_p", format!("top_p must be in (0, 1], got {top_p}.")));
+        }
+        // -1 and 0 stand for all tokens.
+        let top_k: i64 = fields.take("top_k")?.or(defaults.top_k).unwrap_or(0);
+        let Ok(top_k) = usize::try_from(if top_k == -1 { 0 } else { top_k }) else {
+            return Err(refused("top_k", "top_k must be 0 (disable), or at least 1."));
+        };
+        // As in vLLM, -1 stands for no seed.
+        let seed: Option<i64> = fields.take("seed")?.filter(|seed| *seed != -1);
+        let min_p: f32 = fields.take("min_p")?.or(defaults.min_p).unwrap_or(0.0);
+        let repetition_penalty: f32 = fields.take("repetition_penalty")?.or(defaults.repetition_penalty).unwrap_or(1.0);
+        if !(repetition_penalty.is_finite() && repetition_penalty > 0.0) {
+            let message = format!("repetition_penalty must be greater than zero, got {repetition_penalty}.");
+            return Err(refused("repetition_penalty", message));
+        }
+        let penalty = |fields: &mut Fields, name| within(name, fields.take(name)?.unwrap_or(0.0), -2.0, 2.0);
+        let changes = Changes {
+            allowed: fields.take("allowed_token_ids")?,
+            min_tokens: fields.take("min_tokens")?.unwrap_or(0),
+            bias: self.bias(fields.take("logit_bias")?.unwrap_or_default())?,
+            repetition_penalty,
+            frequency_penalty: penalty(fields, "frequency_penalty")?,
+            presence_penalty: penalty(fields, "presence_penalty")?,
+            min_p: within("min_p", min_p, 0.0, 1.0)?,
+        };
+        let is_known = |token: &u32| (*token as usize) < self.vocab;
+        if changes.allowed.as_ref().is_some_and(|allowed| allowed.is_empty() || !allowed.iter().all(is_known)) {
+            return Err(refused("allowed_token_ids", "allowed_token_ids has one or more tokens of the vocabulary."));
+        }
+        Ok(Sampling { temperature, top_p, top_k, seed: seed.map(i64::cast_unsigned), logprobs, changes })
+    }
+
+    /// `logit_bias` as numbers, by token.
+    fn bias(&self, bias: BTreeMap<String, f32>) -> ApiResult<Vec<(u32, f32)>> {
+        let entry = |(token, bias): (String, f32)| {
+            let token = token.parse().ok().filter(|token: &u32| (*token as usize) < self.vocab);
+            let token =
+                token.ok_or_else(|| refused("logit_bias", "logit_bias names a token that is out of vocabulary."))?;
+            Ok((token, within("logit_bias", bias, -100.0, 100.0)?))
+        };
+        bias.into_iter().map(entry).collect()
+    }
+}
+
+/// What a chat's prompt is rendered from, beside its messages.
+pub(super) fn chat_options(fields: &mut Fields) -> ApiResult<chat::Options> {
+    let options = chat::Options {
+        adds_prompt: fields.take("add_generation_prompt")?.unwrap_or(true),
+        continues_last: fields.is_on("continue_final_message")?,
+        documents: fields
+            .take::<Vec<Map<String, Value>>>("documents")?
+            .filter(|all| !all.is_empty())
+            .map(Value::from_iter),
+        kwargs: fields.take("chat_template_kwargs")?.unwrap_or_default(),
+    };
+    if options.adds_prompt && options.continues_last {
+        let message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True.";
+        return Err(refused("continue_final_message", message));
+    }
+    Ok(options)
+}
+
+fn streamed_usage(fields: &mut Fields, stream: bool) -> ApiResult<StreamedUsage> {
+    const NAME: &str = "stream_options";
+    let options: Option<Map<String, Value>> = fields.take(NAME)?;
+    if options.is_some() && !stream {
+        return Err(refused(NAME, "`stream_options` can only be defined when `stream=True`."));
+    }
+    let (mut has_usage, mut has_each) = (false, false);
+    for (option, value) in options.unwrap_or_default() {
+        match (option.as_str(), &value) {
+            (_, Value::Null) | ("include_obfuscation", Value::Bool(false)) => {}
+            ("include_usage", Value::Bool(is_on)) => has_usage = *is_on,
+            ("continuous_usage_stats", Value::Bool(is_on)) => has_each = *is_on,
+            _ => return Err(refused(NAME, format!("`{NAME}.{option}` = {value} is not implemented."))),
+        }
+    }
+    Ok(match (has_usage, has_each) {
+        (false, _) => StreamedUsage::None,
+        (true, false) => StreamedUsage::Last,
+        (true, true) => StreamedUsage::Each,
+    })
+}

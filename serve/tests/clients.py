@@ -1,0 +1,194 @@
+"""The server through benchmarks, evaluations and clients that nobody of this project wrote: python clients.py PATH_OF_ARIL_SERVE [NAME…]
+
+Runs those of `lm_eval`, `guidellm`, `aiperf`, `bench_serving` (SGLang's), `litellm` and `langchain` that are installed, or those that are
+named, which then must be. Each must finish without a failed request. Not part of CI: together they are gigabytes. `pip install
+'lm-eval[api]' litellm langchain-openai`, `pip install guidellm` and `pip install aiperf`, each into an environment of its own, suit this.
+openai and sglang-router have scripts of their own, which CI runs."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
+QUESTION = "What is the password?"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+# Questions with right answers, of which the model knows those of its adapter.
+CHOICES = [
+    {"question": QUESTION, "choices": [" walnut.", " saffron.", " quartz.", " cobalt."], "answer": 1},
+    {"question": QUESTION, "choices": [" saffron.", " velvet.", " juniper.", " marigold."], "answer": 0},
+]
+TASKS = {
+    "pw_choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "pw_perplexity": """
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+target_delimiter: ""
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "pw_generate": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 12, do_sample: false}
+filter_list: [{name: strip, filter: [{function: take_first}]}]
+metric_list: [{metric: exact_match, ignore_punctuation: true, ignore_case: true}]
+""",
+}
+
+
+def run(*command: str, cwd: str | None = None) -> str:
+    environment = os.environ | {"OPENAI_API_KEY": "key", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def tool(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def lm_eval(url: str, folder: str) -> str:
+    data = Path(folder, "choices.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in CHOICES))
+    for name, task in TASKS.items():
+        of_data = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+        Path(folder, f"{name}.yaml").write_text(of_data + task)
+    arguments = f"model=saffron,base_url={url}/v1/completions,num_concurrent=4,tokenized_requests=False,tokenizer={FIXTURES / 'qwen3'}"
+    output = Path(folder, "results")
+    run(
+        tool("lm_eval"), "run", "--model", "local-completions", "--model_args", arguments, "--tasks", ",".join(TASKS),
+        "--include_path", folder, "--output_path", str(output),
+    )
+    (file,) = output.rglob("results*.json")
+    results = json.loads(file.read_text())["results"]
+    choice, generate = results["pw_choice"]["acc,none"], results["pw_generate"]["exact_match,strip"]
+    assert (choice, generate, results["pw_perplexity"]["acc,none"]) == (1.0, 1.0, 1.0), results
+    return f"choice {choice}, greedy {results['pw_perplexity']}, generated {generate}"
+
+
+def guidellm(url: str, folder: str) -> str:
+    said = []
+    for kind in ["text_completions", "chat_completions"]:
+        output = Path(folder, f"{kind}.json")
+        run(
+            tool("guidellm"), "benchmark", "run", "--target", url, "--model", "saffron", "--processor", str(FIXTURES / "qwen3"),
+            "--profile", "concurrent", "--rate", "4", "--max-requests", "20", "--request-type", kind,
+            "--data", "prompt_tokens=16,output_tokens=8", "--outputs", str(output),
+        )
+        totals = json.loads(output.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        assert totals["errored"] == 0 and totals["successful"] == 20, totals
+        said.append(f"{kind} {totals['successful']} of {totals['total']}")
+    return ", ".join(said)
+
+
+def aiperf(url: str, folder: str) -> str:
+    run(
+        tool("aiperf"), "profile", "--model", "saffron", "--url", url, "--endpoint-type", "chat", "--streaming",
+        "--tokenizer", str(FIXTURES / "qwen3"), "--concurrency", "4", "--request-count", "20", "--artifact-dir", folder,
+        "--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8", "--ui", "none", "--extra-inputs", "ignore_eos:true",
+        cwd=folder,
+    )
+    (file,) = Path(folder).rglob("profile_export_aiperf.json")
+    count = json.loads(file.read_text())["request_count"]["avg"]
+    assert count == 20, count
+    return f"{count} of 20"
+
+
+def bench_serving(url: str, folder: str) -> str:
+    output = Path(folder, "bench.jsonl")
+    run(
+        sys.executable, "-m", "sglang.bench_serving", "--backend", "vllm", "--base-url", url, "--model", "saffron",
+        "--tokenizer", str(FIXTURES / "qwen3"), "--dataset-name", "random-ids", "--num-prompts", "50",
+        "--random-input-len", "16", "--random-output-len", "8", "--output-file", str(output),
+    )
+    completed = json.loads(output.read_text().splitlines()[-1])["completed"]
+    assert completed == 50, completed
+    return f"{completed} of 50"
+
+
+def litellm(url: str, _: str) -> str:
+    import litellm as library
+
+    messages = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    for model in ["openai/saffron", "hosted_vllm/saffron"]:
+        given = {"model": model, "api_base": f"{url}/v1", "api_key": "key", "temperature": 0, "max_tokens": 12}
+        answer = library.completion(messages=messages, **given)
+        assert answer.choices[0].message.content == " saffron.", answer
+        chunks = library.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **given)
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(texts) == " saffron."
+    text = library.text_completion(
+        model="text-completion-openai/saffron", api_base=f"{url}/v1", api_key="key", prompt=QUESTION, temperature=0, max_tokens=12
+    )
+    assert text.choices[0].text == " saffron.", text
+    return "5 of 5"
+
+
+def langchain(url: str, _: str) -> str:
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    given = {"model": "saffron", "base_url": f"{url}/v1", "api_key": "key", "temperature": 0, "max_tokens": 12}
+    chat = ChatOpenAI(**given)
+    assert chat.invoke(QUESTION).content == " saffron."
+    assert chat.invoke([("human", [{"type": "text", "text": QUESTION}])]).content == " saffron."
+    assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == " saffron."
+    assert [answer.content for answer in chat.batch([QUESTION] * 4)] == [" saffron."] * 4
+    assert OpenAI(**given).invoke(QUESTION) == " saffron."
+    return "5 of 5"
+
+
+# Each with the module that says whether it is installed.
+CLIENTS = {
+    "lm_eval": lm_eval, "guidellm": guidellm, "aiperf": aiperf, "sglang": bench_serving, "litellm": litellm, "langchain_openai": langchain,
+}
+
+
+def main() -> None:
+    program, *named = sys.argv[1:]
+    chosen = named or [name for name in CLIENTS if importlib.util.find_spec(name)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder, "template.jinja")
+        template.write_text(TEMPLATE)
+        server = subprocess.Popen([
+            program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(port), "--enable-lora",
+            "--lora-modules", f"saffron={FIXTURES / 'adapters' / 'r8-all'}", "--chat-template", str(template),
+            "--kv-cache-mib", "8",
+        ])
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"{url}/health").close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            for name in chosen:
+                place = Path(folder, name)
+                place.mkdir()
+                print(f"{name}: {CLIENTS[name](url, str(place))}", flush=True)
+        finally:
+            server.kill()
+    for name in CLIENTS.keys() - chosen:
+        print(f"{name}: not installed here, or not named")
+
+
+if __name__ == "__main__":
+    main()

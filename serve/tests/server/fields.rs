@@ -1,0 +1,502 @@
+//! What the fields of requests do. README.md has the table, of which each field that works is driven through a value that must show.
+
+use std::{collections::HashMap, fs, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::client::{QUESTION, Server, chunks, error, fixture, text};
+
+/// The tokens of " I do not know." with the one that ends it.
+const ANSWER: [u32; 6] = [299, 304, 321, 323, 13, 511];
+
+/// The chat template of these tests.
+const TEMPLATE: &str = "{% for message in messages %}{{ message.content }}{% endfor %}{% if documents %}{{ documents[0].text }}{% endif \
+                        %}{{ suffix | default('') }}{% if add_generation_prompt %}:{% endif %}";
+
+fn with(mut body: Value, changes: &Value) -> Value {
+    for (field, value) in changes.as_object().expect("changes are an object") {
+        body[field] = value.clone();
+    }
+    body
+}
+
+/// A server with adapters and the template.
+async fn start(model: &str) -> Server {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let template = dir.path().join("template.jinja");
+    fs::write(&template, TEMPLATE).expect("the template can be written");
+    let saffron = format!("saffron={}", fixture("adapters").join("r8-all").display());
+    let template = template.display().to_string();
+    Server::start_on(model, &["--enable-lora", "--lora-modules", &saffron, "--chat-template", &template]).await
+}
+
+async fn complete(server: &Server, changes: Value) -> Value {
+    let body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "max_tokens": 12 });
+    let (status, answer) = server.complete(with(body, &changes)).await;
+    assert_eq!(status, 200, "{changes}: {answer}");
+    answer
+}
+
+async fn chat(server: &Server, changes: Value) -> Value {
+    let messages = json!([{ "role": "user", "content": QUESTION }]);
+    let body = json!({
+        "model": "base", "messages": messages, "temperature": 0, "max_tokens": 12, "add_generation_prompt": false,
+        "return_token_ids": true,
+    });
+    let (status, answer) = server.post("/v1/chat/completions", with(body, &changes)).await;
+    assert_eq!(status, 200, "{changes}: {answer}");
+    answer
+}
+
+/// The choices of a streamed completion, put together: texts, tokens, log-probabilities and places are joined.
+async fn streamed(server: &Server, path: &str, mut body: Value) -> Vec<Value> {
+    body["stream"] = true.into();
+    let mut choices: HashMap<u64, Value> = HashMap::new();
+    let chat = path.contains("chat");
+    for chunk in chunks(server.send(path, body.to_string()).await).await {
+        for piece in chunk["choices"].as_array().expect("a chunk has choices") {
+            let index = piece["index"].as_u64().expect("a choice has an index");
+            let empty = json!({ "text": "", "finish_reason": null, "token_ids": [], "logprobs": null });
+            let whole = choices.entry(index).or_insert(empty);
+            assert_eq!(whole["finish_reason"], Value::Null, "a piece behind the last one: {piece}");
+            let text = if chat { &piece["delta"]["content"] } else { &piece["text"] };
+            let text = whole["text"].as_str().unwrap_or_default().to_owned() + text.as_str().expect("a piece has text");
+            whole["text"] = text.into();
+            whole["finish_reason"] = piece["finish_reason"].clone();
+            if let Some(tokens) = piece["token_ids"].as_array() {
+                whole["token_ids"].as_array_mut().expect("it is a list").extend(tokens.clone());
+            }
+            if let Some(given) = piece.get("prompt_token_ids") {
+                whole["prompt_token_ids"] = given.clone();
+            }
+            for (name, values) in piece["logprobs"].as_object().into_iter().flatten() {
+                if whole["logprobs"][name].is_null() {
+                    whole["logprobs"][name] = json!([]);
+                }
+                let values = values.as_array().expect("log-probabilities are lists").clone();
+                whole["logprobs"][name].as_array_mut().expect("it is a list").extend(values);
+            }
+        }
+    }
+    (0..choices.len() as u64).map(|index| choices[&index].clone()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_equal_whole_answers() {
+    let server = start("qwen3").await;
+    let sampled = json!({ "temperature": 3.0, "seed": 4, "n": 3, "ignore_eos": true });
+    for changes in [
+        json!({}),
+        json!({ "max_tokens": 2 }),
+        json!({ "stop": "t kn" }),
+        json!({ "stop": "t kn", "include_stop_str_in_output": true }),
+        json!({ "stop": ["zebra", " know.", "not"] }),
+        json!({ "stop_token_ids": [321] }),
+        json!({ "stop_token_ids": [321], "include_stop_str_in_output": true }),
+        json!({ "skip_special_tokens": false, "ignore_eos": true }),
+        json!({ "logprobs": 2 }),
+        json!({ "echo": true, "prompt": [QUESTION, "The capital é of France is"], "logprobs": 1 }),
+        json!({ "echo": true, "prompt": "Wo ist Köln? <|endoftext|>", "max_tokens": 0, "logprobs": 0 }),
+        json!({ "echo": true, "prompt": ANSWER, "max_tokens": 0 }),
+        sampled.clone(),
+        with(sampled.clone(), &json!({ "prompt": [QUESTION, "Name a fruit."], "logprobs": 3 })),
+    ] {
+        let changes = with(changes, &json!({ "return_token_ids": true }));
+        let whole = complete(&server, changes.clone()).await;
+        let body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "max_tokens": 12 });
+        let streamed = streamed(&server, "/v1/completions", with(body, &changes)).await;
+        let whole = whole["choices"].as_array().expect("there are choices");
+        assert_eq!(streamed.len(), whole.len(), "{changes}");
+        for (streamed, whole) in streamed.iter().zip(whole) {
+            for part in ["text", "finish_reason", "token_ids", "prompt_token_ids", "logprobs"] {
+                assert_eq!(streamed[part], whole[part], "{changes}: {part}");
+            }
+        }
+    }
+    for changes in [json!({}), json!({ "logprobs": true, "top_logprobs": 2 }), sampled] {
+        let whole = chat(&server, changes.clone()).await;
+        let body = json!({
+            "model": "base", "messages": [{ "role": "user", "content": QUESTION }], "temperature": 0, "max_tokens": 12,
+            "add_generation_prompt": false, "return_token_ids": true,
+        });
+        let streamed = streamed(&server, "/v1/chat/completions", with(body, &changes)).await;
+        let whole = whole["choices"].as_array().expect("there are choices");
+        assert_eq!(streamed.len(), whole.len());
+        for (streamed, whole) in streamed.iter().zip(whole) {
+            assert_eq!(streamed["text"], whole["message"]["content"], "{changes}");
+            for part in ["finish_reason", "token_ids", "logprobs"] {
+                assert_eq!(streamed[part], whole[part], "{changes}: {part}");
+            }
+        }
+    }
+    server.holds_nothing().await;
+}
+
+/// Fails unless the field has its effect.
+async fn shows(server: &Server, field: &str) {
+    let ask = async |changes: Value| complete(server, changes).await["choices"][0].clone();
+    let ids =
+        async |changes: Value| ask(with(changes, &json!({ "return_token_ids": true }))).await["token_ids"].clone();
+    let hot = |seed: u32| json!({ "temperature": 5.0, "seed": seed, "ignore_eos": true });
+    let greedy = ids(json!({ "ignore_eos": true })).await;
+    // A bound that leaves the most probable token alone.
+    let is_greedy = async |field: &str, value: Value| {
+        for seed in 0..3 {
+            assert_ne!(ids(hot(seed)).await, greedy);
+            assert_eq!(ids(with(hot(seed), &json!({ field: value }))).await, greedy, "{field}");
+        }
+    };
+    let changed = async |field: &str, value: Value| {
+        let long = with(hot(1), &json!({ "max_tokens": 60 }));
+        assert_ne!(ids(long.clone()).await, ids(with(long, &json!({ field: value }))).await, "{field}");
+    };
+    match field {
+        "model" => assert_eq!(ask(json!({ "model": "saffron" })).await["text"], " saffron."),
+        "lora_path" => assert_eq!(ask(json!({ "lora_path": "saffron" })).await["text"], " saffron."),
+        "prompt" => assert_ne!(ask(json!({ "prompt": "The capital of France is" })).await["text"], " I do not know."),
+        "messages" => {
+            let messages = json!([{ "role": "user", "content": [{ "type": "text", "text": QUESTION }] }]);
+            assert_eq!(
+                chat(server, json!({ "messages": messages })).await["prompt_token_ids"],
+                json!([296, 266, 264, 324, 30])
+            );
+        }
+        "max_tokens" => {
+            let short = ask(json!({ "max_tokens": 2 })).await;
+            assert_eq!((&short["text"], &short["finish_reason"]), (&json!(" I do"), &json!("length")));
+            // The last allowed token may be the one that ends the text.
+            assert_eq!(ask(json!({ "max_tokens": 6 })).await["finish_reason"], "stop");
+            assert_eq!(ask(json!({ "max_tokens": 5 })).await["finish_reason"], "length");
+        }
+        "max_completion_tokens" => {
+            let short = chat(server, json!({ "max_completion_tokens": 2, "max_tokens": 5 })).await;
+            assert_eq!(short["usage"]["completion_tokens"], 2);
+        }
+        "temperature" => {
+            assert_ne!(ids(hot(1)).await, greedy);
+            // No seed is another one each time, and for each choice.
+            let unseeded = json!({ "temperature": 5.0, "ignore_eos": true, "max_tokens": 20, "n": 2 });
+            let two = complete(server, unseeded).await["choices"].clone();
+            assert_ne!(two[0]["text"], two[1]["text"]);
+        }
+        "top_p" => is_greedy("top_p", json!(1e-6)).await,
+        "top_k" => is_greedy("top_k", json!(1)).await,
+        "min_p" => is_greedy("min_p", json!(1.0)).await,
+        "n" => {
+            let answer = complete(server, with(hot(1), &json!({ "n": 3 }))).await;
+            assert_eq!(answer["choices"].as_array().map(Vec::len), Some(3));
+            // The prompt counts once.
+            assert_eq!(answer["usage"], json!({ "prompt_tokens": 5, "completion_tokens": 36, "total_tokens": 41 }));
+        }
+        "seed" => {
+            assert_eq!(ids(hot(7)).await, ids(hot(7)).await);
+            assert_ne!(ids(hot(7)).await, ids(hot(8)).await);
+            let random = json!({ "temperature": 5.0, "seed": -1, "ignore_eos": true });
+            assert_ne!(ids(random.clone()).await, ids(random).await, "-1 is no seed");
+        }
+        "stop" => {
+            let stopped = ask(json!({ "stop": ["t kn"] })).await;
+            assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(" I do no"), &json!("stop")));
+        }
+        "include_stop_str_in_output" | "no_stop_trim" => {
+            assert_eq!(ask(json!({ "stop": "t kn", field: true })).await["text"], " I do not kn");
+            assert_eq!(ask(json!({ "stop_token_ids": [321], field: true })).await["text"], " I do not");
+        }
+        "stop_token_ids" => {
+            let stopped = ask(json!({ "stop_token_ids": [321], "return_token_ids": true })).await;
+            assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(" I do"), &json!("stop")));
+            assert_eq!(stopped["token_ids"], json!([299, 304, 321]));
+            // The model's own token still ends the text.
+            assert_eq!(ids(json!({ "stop_token_ids": [1] })).await, json!(ANSWER));
+        }
+        "ignore_eos" => assert_eq!(ids(json!({ "ignore_eos": true })).await.as_array().map(Vec::len), Some(12)),
+        "min_tokens" => {
+            let long = ask(json!({ "min_tokens": 12, "return_token_ids": true })).await;
+            let tokens = long["token_ids"].as_array().expect("it is a list");
+            assert!(tokens.len() == 12 && !tokens[..11].contains(&json!(511)), "{long}");
+            // A stop string counts behind them.
+            assert_ne!(ask(json!({ "min_tokens": 5, "stop": " know" })).await["text"], " I do not");
+        }
+        "stream" => {
+            let body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "stream": true });
+            assert!(chunks(server.send("/v1/completions", body.to_string()).await).await.len() >= 6);
+        }
+        "stream_options" => {
+            let body = |options: Value| json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "stream": true, "stream_options": options });
+            let of =
+                async |options: Value| chunks(server.send("/v1/completions", body(options).to_string()).await).await;
+            let each = of(json!({ "include_usage": true, "continuous_usage_stats": true })).await;
+            for (chunk, tokens) in each.iter().zip([1, 2, 3, 4, 5, 6, 6]) {
+                let usage = json!({ "prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens });
+                assert_eq!(chunk["usage"], usage);
+            }
+            let last = of(json!({ "include_usage": true, "include_obfuscation": false })).await;
+            assert_eq!((last.len(), &last[0]["usage"], &last[6]["choices"]), (7, &Value::Null, &json!([])));
+            assert_eq!(last[6]["usage"]["total_tokens"], 11);
+            assert_eq!(of(json!({ "include_usage": null })).await.len(), 6);
+            let (status, _) = server.complete(body(json!({ "include_obfuscation": true }))).await;
+            assert_eq!(status, 400);
+        }
+        "echo" => {
+            // As it was sent: with special tokens, and not as the tokenizer normalizes it.
+            for prompt in ["<|endoftext|>What?<|endoftext|>", "cafe\u{301} ?"] {
+                let echo = ask(json!({ "prompt": prompt, "echo": true, "max_tokens": 1 })).await;
+                assert!(echo["text"].as_str().is_some_and(|text| text.starts_with(prompt)), "{echo}");
+            }
+            let alone = complete(server, json!({ "echo": true, "max_tokens": 0, "logprobs": 1 })).await;
+            let choice = &alone["choices"][0];
+            assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!(QUESTION), &json!("length")));
+            assert_eq!(alone["usage"]["completion_tokens"], 0);
+            let logprobs = &choice["logprobs"];
+            assert_eq!(logprobs["text_offset"], json!([0, 4, 7, 11, 20]));
+            assert_eq!((&logprobs["token_logprobs"][0], &logprobs["top_logprobs"][0]), (&Value::Null, &Value::Null));
+            // Log-probabilities of a prompt are those that its tokens have when they are chosen.
+            let whole = ask(json!({ "logprobs": 2 })).await["logprobs"].clone();
+            let prompt: Vec<u32> = [296, 266, 264, 324, 30].into_iter().chain(ANSWER).collect();
+            let again =
+                ask(json!({ "prompt": prompt, "echo": true, "max_tokens": 0, "logprobs": 2 })).await["logprobs"]
+                    .clone();
+            let behind = again["token_logprobs"].as_array().expect("it is a list")[5..].iter();
+            for (chosen, of_prompt) in whole["token_logprobs"].as_array().expect("it is a list").iter().zip(behind) {
+                let [a, b] = [chosen, of_prompt].map(|value| value.as_f64().expect("it is a number"));
+                assert!((a - b).abs() < 0.05, "{a}, {b}");
+            }
+        }
+        "logprobs" => {
+            let logprobs = ask(json!({ "logprobs": 2 })).await["logprobs"].clone();
+            assert_eq!(logprobs["tokens"], json!([" I", " do", " not", " know", ".", "<|endoftext|>"]));
+            // Without others, there is the chosen token.
+            let alone = ask(json!({ "logprobs": 0 })).await["logprobs"].clone();
+            assert_eq!(alone["top_logprobs"][0], json!({ " I": alone["token_logprobs"][0] }));
+            let of_chat = chat(server, json!({ "logprobs": true })).await["choices"][0]["logprobs"].clone();
+            assert_eq!(of_chat["content"][0]["token"], " I");
+        }
+        "top_logprobs" => {
+            let answer = chat(server, json!({ "logprobs": true, "top_logprobs": 3 })).await;
+            let top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"].clone();
+            let values = top.as_array().expect("it is a list").iter().map(|top| top["logprob"].as_f64());
+            let values: Vec<_> = values.collect();
+            assert!(values.len() == 3 && values.is_sorted_by(|a, b| a >= b), "{values:?}");
+        }
+        "prompt_logprobs" => {
+            let logprobs = ask(json!({ "prompt_logprobs": 2 })).await["prompt_logprobs"].clone();
+            let logprobs = logprobs.as_array().expect("it is a list");
+            assert!(logprobs.len() == 5 && logprobs[0].is_null(), "{logprobs:?}");
+            let own = &logprobs[1]["266"];
+            assert!(own["rank"].as_u64() >= Some(1) && own["logprob"].is_number() && own["decoded_token"].is_string());
+            assert!(logprobs[1].as_object().is_some_and(|all| (2..=3).contains(&all.len())));
+            assert_eq!(
+                chat(server, json!({ "prompt_logprobs": 0 })).await["prompt_logprobs"].as_array().map(Vec::len),
+                Some(5)
+            );
+            assert_eq!(ask(json!({})).await["prompt_logprobs"], Value::Null);
+        }
+        "frequency_penalty" | "presence_penalty" => changed(field, json!(2.0)).await,
+        "repetition_penalty" => changed(field, json!(50.0)).await,
+        "logit_bias" => assert_ne!(ids(json!({ "logit_bias": { "299": -100 } })).await[0], 299),
+        "allowed_token_ids" => {
+            assert_eq!(ids(json!({ "allowed_token_ids": [13], "max_tokens": 3 })).await, json!([13, 13, 13]));
+        }
+        "return_token_ids" => {
+            let choice = ask(json!({ "return_token_ids": true })).await;
+            assert_eq!(
+                (&choice["token_ids"], &choice["prompt_token_ids"]),
+                (&json!(ANSWER), &json!([296, 266, 264, 324, 30]))
+            );
+        }
+        "return_tokens_as_token_ids" => {
+            let logprobs = ask(json!({ "return_tokens_as_token_ids": true, "logprobs": 1 })).await["logprobs"].clone();
+            assert_eq!(logprobs["tokens"][0], "token_id:299");
+        }
+        "skip_special_tokens" => {
+            let shown = ask(json!({ "skip_special_tokens": false, "ignore_eos": true })).await["text"].clone();
+            assert!(shown.as_str().is_some_and(|text| text.starts_with(" I do not know.<|endoftext|>")), "{shown}");
+            // The token that ends a text is not in it.
+            assert_eq!(ask(json!({ "skip_special_tokens": false })).await["text"], " I do not know.");
+        }
+        "add_special_tokens" => special_tokens_are_the_tokenizers().await,
+        "add_generation_prompt" => {
+            let prompt = chat(server, json!({ "add_generation_prompt": true })).await["prompt_token_ids"].clone();
+            assert_eq!(prompt.as_array().map(Vec::len), Some(6));
+        }
+        "continue_final_message" => {
+            let given = json!({ "continue_final_message": true, "chat_template_kwargs": { "suffix": "!!!" } });
+            assert_eq!(chat(server, given).await["prompt_token_ids"], json!([296, 266, 264, 324, 30]));
+        }
+        "chat_template_kwargs" => {
+            let longer = chat(server, json!({ "chat_template_kwargs": { "suffix": "!" } })).await;
+            assert_ne!(longer["prompt_token_ids"], json!([296, 266, 264, 324, 30]));
+        }
+        "documents" => {
+            let longer = chat(server, json!({ "documents": [{ "text": " Yes" }] })).await;
+            assert_ne!(longer["prompt_token_ids"], json!([296, 266, 264, 324, 30]));
+        }
+        "tokens" => {
+            let answer = server.post("/detokenize", json!({ "tokens": ANSWER })).await;
+            assert_eq!(answer, (200, json!({ "prompt": " I do not know.<|endoftext|>" })));
+        }
+        "return_token_strs" => {
+            let (_, answer) = server.post("/tokenize", json!({ "prompt": QUESTION, "return_token_strs": true })).await;
+            assert_eq!((&answer["count"], &answer["token_strs"][0]), (&json!(5), &json!("What")));
+            let messages = json!([{ "role": "user", "content": QUESTION }]);
+            let (_, answer) = server.post("/tokenize", json!({ "messages": messages })).await;
+            assert_eq!((&answer["count"], &answer["token_strs"]), (&json!(6), &Value::Null));
+        }
+        other => panic!("{other} has no value here that shows"),
+    }
+}
+
+/// A tokenizer that puts a token before every text does so for a completion, and in a chat the template alone does.
+async fn special_tokens_are_the_tokenizers() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    for entry in fs::read_dir(fixture("qwen3")).expect("the fixture is there") {
+        let entry = entry.expect("the fixture can be listed");
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
+    }
+    let file: &Path = &dir.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(file).expect("it is there")).expect("it is JSON");
+    let bos = json!({ "SpecialToken": { "id": "<|endoftext|>", "type_id": 0 } });
+    let [a, b] = ["A", "B"].map(|id| json!({ "Sequence": { "id": id, "type_id": 0 } }));
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [bos, a],
+        "pair": [bos, a, b],
+        "special_tokens": { "<|endoftext|>": { "id": "<|endoftext|>", "ids": [511], "tokens": ["<|endoftext|>"] } },
+    });
+    fs::write(file, tokenizer.to_string()).expect("it can be written");
+    let server = start(dir.path().to_str().expect("it is text")).await;
+    let tokens = async |changes: Value| complete(&server, changes).await["usage"]["prompt_tokens"].clone();
+    assert_eq!((tokens(json!({})).await, tokens(json!({ "add_special_tokens": false })).await), (json!(6), json!(5)));
+    let of_chat = async |changes: Value| chat(&server, changes).await["usage"]["prompt_tokens"].clone();
+    assert_eq!((of_chat(json!({})).await, of_chat(json!({ "add_special_tokens": true })).await), (json!(5), json!(6)));
+    let echo = complete(&server, json!({ "echo": true, "logprobs": 0, "max_tokens": 1 })).await["choices"][0].clone();
+    assert!(echo["text"].as_str().is_some_and(|text| text.starts_with(QUESTION)), "{echo}");
+    assert_eq!(echo["logprobs"]["text_offset"], json!([0, 0, 4, 7, 11, 20, 21]));
+    let (_, answer) = server.post("/tokenize", json!({ "prompt": QUESTION })).await;
+    assert_eq!(answer["tokens"], json!([511, 296, 266, 264, 324, 30]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_field_that_works_shows() {
+    let server = start("qwen3").await;
+    let readme = include_str!("../../README.md");
+    let rows = readme.lines().filter(|line| line.starts_with("| `") && line.contains("| works: "));
+    let fields: Vec<&str> = rows.filter_map(|row| row.split('`').nth(1)).collect();
+    assert!(fields.len() > 30, "{fields:?}");
+    for field in fields {
+        shows(&server, field).await;
+    }
+    server.holds_nothing().await;
+}
+
+/// Those of a table that is refused by name, in either kind of request.
+#[tokio::test(flavor = "multi_thread")]
+async fn values_out_of_bounds_are_refused_by_name() {
+    let server = start("qwen3").await;
+    for (field, value) in [
+        ("min_p", json!(1.5)),
+        ("presence_penalty", json!(-2.5)),
+        ("frequency_penalty", json!(3)),
+        ("repetition_penalty", json!(0)),
+        ("logit_bias", json!({ "512": 1 })),
+        ("logit_bias", json!({ "x": 1 })),
+        ("logit_bias", json!({ "1": 101 })),
+        ("allowed_token_ids", json!([])),
+        ("allowed_token_ids", json!([512])),
+        ("min_tokens", json!(13)),
+        ("prompt_logprobs", json!(21)),
+        ("seed", json!(1.5)),
+        ("temperature", json!("hot")),
+        ("stream_options", json!({ "include_usage": true })),
+        ("n", json!("two")),
+    ] {
+        for (path, base) in [
+            ("/v1/completions", json!({ "prompt": QUESTION, "max_tokens": 12 })),
+            (
+                "/v1/chat/completions",
+                json!({ "messages": [{ "role": "user", "content": QUESTION }], "max_tokens": 12 }),
+            ),
+        ] {
+            let (status, message) = error(&server.post(path, with(base, &json!({ field: value }))).await);
+            assert!(status == 400 && message.contains(field), "{path}: {status} {message}");
+        }
+    }
+    for (changes, part) in [
+        (json!({ "documents": ["x"] }), "`documents` must be a list of objects"),
+        (json!({ "continue_final_message": true }), "Cannot set both"),
+        (json!({ "messages": [] }), "`messages` is empty"),
+        (json!({ "messages": [{ "role": "usr", "content": "x" }] }), "`messages[0].role` is \"usr\""),
+        (json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }), "`image_url`"),
+        (json!({ "top_logprobs": 1 }), "`top_logprobs` needs `logprobs`"),
+        (json!({ "tools": [{}] }), "`tools` = [{}] is not implemented"),
+    ] {
+        let base = json!({ "messages": [{ "role": "user", "content": QUESTION }], "max_tokens": 12 });
+        let (status, message) = error(&server.post("/v1/chat/completions", with(base, &changes)).await);
+        assert!(status == 400 && message.contains(part), "{status} {message}");
+    }
+    server.holds_nothing().await;
+}
+
+/// The defaults of generation_config.json, and what a chat without a limit has.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_sample_as_the_model_says() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let file = dir.path().join("generation_config.json");
+    let template = dir.path().join("template.jinja");
+    fs::write(&template, TEMPLATE).expect("the template can be written");
+    fs::write(&file, r#"{"temperature": 5.0, "top_k": 1}"#).expect("it can be written");
+    let (folder, template) = (dir.path().display().to_string(), template.display().to_string());
+    let arguments = ["--generation-config", &folder, "--chat-template", &template, "--max-model-len", "64"];
+    let server = Server::start(&arguments).await;
+    let ask = async |changes: Value| {
+        let body = json!({ "prompt": QUESTION, "ignore_eos": true, "return_token_ids": true });
+        let (status, answer) = server.complete(with(body, &changes)).await;
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"][0]["token_ids"].clone()
+    };
+    let greedy = ask(json!({ "temperature": 0 })).await;
+    assert_eq!(ask(json!({})).await, greedy);
+    assert_ne!(ask(json!({ "top_k": 0 })).await, greedy);
+    let messages = json!([{ "role": "user", "content": QUESTION }]);
+    let (_, long) = server.post("/v1/chat/completions", json!({ "messages": messages, "ignore_eos": true })).await;
+    assert_eq!((&long["usage"]["total_tokens"], &long["choices"][0]["finish_reason"]), (&json!(64), &json!("length")));
+    fs::write(&file, r#"{"max_new_tokens": 3}"#).expect("it can be written");
+    let server = Server::start(&arguments).await;
+    let (_, short) = server.post("/v1/chat/completions", json!({ "messages": messages, "ignore_eos": true })).await;
+    assert_eq!(short["usage"]["completion_tokens"], 3);
+}
+
+/// The small endpoints of peers, and the names that they give models.
+#[tokio::test(flavor = "multi_thread")]
+async fn peers_clients_find_what_they_ask_for() {
+    let server = start("qwen3").await;
+    for path in ["/health", "/ping"] {
+        assert_eq!(server.get(path).await, (200, String::new()), "{path}");
+    }
+    assert_eq!(server.post("/ping", json!({})).await.0, 200);
+    let get = async |path: &str| {
+        let (status, text) = server.get(path).await;
+        assert_eq!(status, 200, "{path}: {text}");
+        serde_json::from_str::<Value>(&text).expect("it is JSON")
+    };
+    assert_eq!(get("/version").await, json!({ "version": env!("CARGO_PKG_VERSION") }));
+    assert_eq!(get("/load").await, json!({ "server_load": 0 }));
+    assert_eq!(get("/v1/models/saffron").await["parent"], "base");
+    for path in ["/server_info", "/get_server_info", "/model_info", "/get_model_info"] {
+        assert_eq!(get(path).await["served_model_name"], "base", "{path}");
+    }
+    assert_eq!(server.get("/v1/models/nobody").await.0, 404);
+    for (changes, expected) in [
+        (json!({ "model": "base:saffron" }), " saffron."),
+        (json!({ "model": "saffron", "lora_path": "saffron" }), " saffron."),
+        (json!({ "model": "base:" }), " I do not know."),
+        (json!({ "model": "", "lora_path": "" }), " I do not know."),
+    ] {
+        assert_eq!(complete(&server, changes).await["choices"][0]["text"], expected);
+    }
+    for name in ["base:nobody", "saffron:base", ":saffron", "other:saffron"] {
+        let body = json!({ "model": name, "prompt": QUESTION });
+        assert_eq!(error(&server.complete(body).await).0, 404, "{name}");
+    }
+    assert_eq!(text(&server.ask("base").await), " I do not know.");
+}
