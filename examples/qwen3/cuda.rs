@@ -89,7 +89,7 @@ pub(crate) struct Cuda<T> {
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub(crate) is_on_arena: Cell<bool>,
-    /// Whether the last operation lets the next kernel start before it ends: a linear layer of the library, or a combine.
+    /// Whether the last operation lets the next kernel start before it ends: a linear layer of the library, a rotation, or a combine.
     lets_next_start: Cell<bool>,
     element: PhantomData<T>,
 }
@@ -197,7 +197,6 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         })
     }
 
-    /// An uninitialized matrix, which must be written before it is read.
     /// Starts a step of a batch.
     pub(crate) fn start<'a>(
         adapters: Slots<'a, Self>,
@@ -214,6 +213,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         })
     }
 
+    /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
         if !self.is_on_arena.get() {
             return self.matrix(rows, cols, self.slice(rows, cols)?);
@@ -809,7 +809,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
         kernel.arg(&cache.keys.address).arg(&cache.values.address);
         kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
-        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))
+        launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))?;
+        self.lets_next_start.set(true);
+        Ok(())
     }
 
     fn attention(

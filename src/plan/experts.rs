@@ -6,7 +6,8 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
     thresholds::{
-        GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
+        GroupedBy, K_TILE, K_TILES_PER_SLAB, MULTIPROCESSORS, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
+        TOKENS_PER_TILE, WIDE_TILE,
         experts::{
             EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
@@ -160,9 +161,10 @@ impl ProjectionPlan {
         !self.is_wide(num_routes)
     }
 
-    /// Grid sizes for a batch of `num_tokens` tokens with `top_k` experts each.
+    /// Grid sizes for a batch of `num_tokens` tokens with `top_k` experts each, of an operation that runs beside the base operation in
+    /// front or not.
     #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
-    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy) -> ProjectionLaunch {
+    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy, beside_base: bool) -> ProjectionLaunch {
         let num_routes = num_tokens * top_k;
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
@@ -190,9 +192,10 @@ impl ProjectionPlan {
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
-        let max_expand = max_blocks(grouped_by);
+        let max_small = max_blocks(grouped_by);
+        let max_expand = if beside_base { 2 * MULTIPROCESSORS } else { max_small };
         // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
-        let max_shrink = max_expand - usize::from(grouped_by == GroupedBy::FirstOperation);
+        let max_shrink = max_small - usize::from(grouped_by == GroupedBy::FirstOperation);
         // At least all pieces of one tile.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
@@ -281,9 +284,13 @@ mod tests {
 
     /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
     fn shown(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
+        shown_of(plan, (num_tokens, top_k), by, false)
+    }
+
+    fn shown_of(plan: &ExpertsPlan, (num_tokens, top_k): (usize, usize), by: ExpandBy, beside_base: bool) -> String {
         let blocks = |Blocks { shrink, expand, outs }: Blocks| format!("{shrink} + {expand} of {outs}");
         let projections = [plan.gate_up(), plan.down()].map(|projection| {
-            let launch = projection.launch(num_tokens, top_k, by);
+            let launch = projection.launch(num_tokens, top_k, by, beside_base);
             let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
             blocks(launch.small) + &wide
         });
@@ -317,6 +324,8 @@ mod tests {
                 "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
             ),
             (shown(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
+            (shown_of(&qwen3(4, 16), (8, 8), Routes, false), "132 + 132 of 32; 64 + 132 of 32"),
+            (shown_of(&qwen3(4, 16), (8, 8), Routes, true), "132 + 192 of 32; 64 + 264 of 32"),
             (shown(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
             (shown(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
             (shown(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),

@@ -160,7 +160,8 @@ pub(super) mod experts {
     }
 
     /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself, so that both
-    /// are resident at once, and two otherwise: up to 15 % faster each.
+    /// are resident at once, and two otherwise: up to 15 % faster each. Beside the base operation in front, expand has two in any case:
+    /// what a warp does behind that operation is shorter.
     pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy) -> usize {
         match grouped_by {
             GroupedBy::EachOperation => MULTIPROCESSORS,

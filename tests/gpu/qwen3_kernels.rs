@@ -1,11 +1,17 @@
 //! The kernels of the example `qwen3` against references on the CPU in f64.
 
-use std::{fmt::Debug, sync::Arc, thread};
+use std::{ffi::c_void, fmt::Debug, ptr, sync::Arc, thread};
 
 use aril::{DType, Element};
 use bytemuck::{NoUninit, Pod, Zeroable};
 use cudarc::{
-    driver::{CudaFunction, CudaModule, LaunchArgs, LaunchConfig, PushKernelArg as _, sys::CUfunction_attribute_enum},
+    driver::{
+        CudaFunction, CudaModule, LaunchArgs, LaunchConfig, PushKernelArg as _,
+        sys::{
+            CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig,
+            cuLaunchKernelEx,
+        },
+    },
     nvrtc::Ptx,
 };
 use half::{bf16, f16};
@@ -81,6 +87,42 @@ impl Kernels {
         let config = LaunchConfig { grid_dim, block_dim: (threads, 1, 1), shared_mem_bytes: shared_bytes as u32 };
         // SAFETY: each test pushes what the kernel declares.
         unsafe { kernel.launch(config) }.unwrap();
+    }
+
+    /// Launches a kernel with these bits of its arguments; if `starts_early`, as soon as the kernel in front of it lets it start.
+    fn launch_bits(
+        &self,
+        function: &CudaFunction,
+        (x, y): (usize, usize),
+        (threads, shared_bytes): (u32, usize),
+        arguments: &[u64],
+        starts_early: bool,
+    ) {
+        self.gpu.context.bind_to_thread().unwrap();
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: x as u32,
+            gridDimY: y as u32,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes as u32,
+            hStream: self.gpu.stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: starts_early.into(),
+        };
+        let mut arguments: Vec<*mut c_void> =
+            arguments.iter().map(|bits| ptr::from_ref(bits).cast_mut().cast()).collect();
+        // SAFETY: each test passes what the kernel declares; an argument of four bytes is the lower half of its bits.
+        let status = unsafe {
+            cuLaunchKernelEx(&raw const config, function.cu_function(), arguments.as_mut_ptr(), ptr::null_mut())
+        };
+        status.result().unwrap();
     }
 }
 
@@ -392,6 +434,65 @@ fn a_sequence_gets_from_attention_alone_what_it_gets_in_a_step() {
             let together = &out[first * width..(first + len) * width];
             assert_eq!(bytes(&alone), bytes(together), "{len} tokens at {}", paged.positions[first]);
         }
+    }
+}
+
+/// Each of the two starts before the kernel in front has written what it reads: NaN until then.
+#[test]
+#[ignore = "needs a GPU"]
+fn rotation_and_attention_wait_for_what_is_in_front() {
+    const DIM: usize = 128;
+    let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(12));
+    let gpu = &kernels.gpu;
+    let parts: Vec<Part> = (0..96).map(|_| rng.random_range(1..150)).map(|len| (len - 1, len)).collect();
+    let mut paged = Paged::<bf16>::new(&mut rng, DIM, 2, 4, 16, &parts);
+    let (tokens, cols, features) = (paged.tokens(), paged.cols(), paged.kv_heads * DIM);
+    let at = |token: usize| {
+        let position = paged.positions[token] as usize;
+        paged.first_rows[token * paged.columns + position / 16] as usize + position % 16
+    };
+    let rows: Vec<i32> = (0..tokens).map(|token| at(token) as i32).collect();
+    for &row in &rows {
+        paged.keys[row as usize * features..][..features].fill(bf16::NAN);
+        paged.values[row as usize * features..][..features].fill(bf16::NAN);
+    }
+    let gate_up = gpu.upload(&noise::<bf16>(&mut rng, tokens * 2 * cols, 3.0));
+    let [q_norm, k_norm] = [(); 2].map(|()| gpu.upload(&noise::<bf16>(&mut rng, DIM, 2.0)));
+    let [cos, sin] = [(); 2].map(|()| gpu.upload(&noise::<bf16>(&mut rng, 150 * DIM / 2, 1.0)));
+    let [positions, sequences, first_rows, rows] =
+        [&paged.positions, &paged.sequences, &paged.first_rows, &rows].map(|values| gpu.upload(values));
+    let silu_mul = kernels.function("silu_mul_bf16", 0);
+    let rotate = kernels.function("rotate_and_append_bf16", 0);
+    let shared_bytes = Kernel::Decode.shared_bytes(DIM);
+    let attend = kernels.function(&format!("{}_bf16", Kernel::Decode.name(DIM)), shared_bytes);
+    let run = |starts_early: bool| {
+        let qkv = gpu.upload(&vec![bf16::NAN; tokens * cols]);
+        let [keys, values] = [&paged.keys, &paged.values].map(|values| gpu.upload(values));
+        let out = gpu.poisoned(tokens * paged.query_heads() * DIM * size_of::<bf16>());
+        let address = Buffer::address;
+        let [dim, query_heads, kv_heads] = [DIM, paged.query_heads(), paged.kv_heads].map(|size| size as u64);
+        let [columns, block_rows, cols] = [paged.columns, paged.block_rows, cols].map(|size| size as u64);
+        let parts = qwen3_kernels::parts(cols as usize * size_of::<bf16>());
+        let threads = (qwen3_kernels::THREADS, 0);
+        kernels.launch_bits(&silu_mul, (tokens, parts), threads, &[address(&gate_up), address(&qkv), cols], false);
+        let inputs = [&qkv, &q_norm, &k_norm, &cos, &sin, &positions, &rows, &keys, &values].map(address);
+        let arguments = [&inputs[..], &[query_heads, kv_heads, dim, EPS.to_bits().into()]].concat();
+        let heads = (query_heads + 2 * kv_heads) as usize;
+        kernels.launch_bits(&rotate, (tokens, heads.div_ceil(qwen3_kernels::HEADS)), threads, &arguments, starts_early);
+        let scale = (1.0 / (DIM as f64).sqrt()) as f32;
+        let inputs = [&qkv, &keys, &values, &positions, &sequences, &first_rows].map(address);
+        let sizes = [columns, block_rows, address(&out), cols, query_heads, kv_heads, scale.to_bits().into()];
+        // All tokens are alone, and none has more than one split.
+        let arguments = [&inputs[..], &sizes, &[0, 0, 0, 0, 1]].concat();
+        let grid = (tokens * paged.kv_heads, 1);
+        kernels.launch_bits(&attend, grid, (attention::THREADS, shared_bytes), &arguments, starts_early);
+        [out, keys, values].map(|buffer| buffer.read::<bf16>())
+    };
+    let expected = run(false);
+    assert!(expected[0].iter().all(|value| !value.is_nan()));
+    for round in 0..50 {
+        let results = run(true);
+        assert!(results.iter().zip(&expected).all(|(got, expected)| bytes(got) == bytes(expected)), "round {round}");
     }
 }
 

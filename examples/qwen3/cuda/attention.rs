@@ -112,7 +112,7 @@ impl Attention {
         let arrivals = self.arrivals.device_ptr();
         let grid = decode_grid(tokens, heads.kv, max_splits);
         let (function, shared_bytes) = fast.get(Kernel::for_decode(grid));
-        let mut kernel = device.kernel(function);
+        let mut kernel = device.consumer(function);
         call.push(&mut kernel);
         kernel.arg(&alone).arg(&partials.address).arg(&stats.address).arg(&arrivals).arg(&max_splits);
         launch_blocks(kernel, grid, THREADS, shared_bytes)

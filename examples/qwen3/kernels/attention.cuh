@@ -6,7 +6,8 @@
 // attend_decode: tokens that are the only ones of their sequence in a step. The keys of a sequence
 // are divided into splits, whose boundaries depend on its length alone. A block has a kv head and a
 // split; a query head is a row of its products, so that keys and values are read once for all heads
-// of the group. The block that finishes a sequence's last split combines the splits.
+// of the group. The block that finishes a sequence's last split combines the splits. Cache rows are
+// found before the wait for the kernels in front, keys and values are read behind it.
 // Bound: the bytes of keys and values.
 //
 // attend_prefill: tokens that follow each other in a sequence. A block has a kv head and a tile of
@@ -24,6 +25,7 @@
 #include "../../../csrc/ptx/async.cuh"
 #include "../../../csrc/ptx/mma.cuh"
 #include "../../../csrc/ptx/pdl.cuh"
+#include "../../../csrc/ptx/tma.cuh"
 
 namespace {
 
@@ -50,7 +52,7 @@ struct Attention {
   // The cache row of a sequence's key.
   __device__ __forceinline__ int row_of(int sequence, int key) const {
     const auto rows = static_cast<uint32_t>(block_rows), at = static_cast<uint32_t>(key);
-    return first_rows[sequence * columns + at / rows] + static_cast<int>(at % rows);
+    return __ldcg(first_rows + sequence * columns + at / rows) + static_cast<int>(at % rows);
   }
 
   // Softmax is computed with powers of 2.
@@ -79,6 +81,20 @@ template <>
 __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// As aril::copy_async, of what the whole device reads at about the same time and not again in the
+// step: keys and values, and weights of experts. L2 gives them up first, and keeps what the next
+// layers read: code, descriptors of adapters, routers.
+__device__ __forceinline__ void copy_once(void* shared, const void* global, int valid) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   aril::shared_address(shared)),
+               "l"(global), "r"(valid), "l"(aril::kEvictFirst)
+               : "memory");
+#else
+  aril::copy_async(shared, global, valid);
+#endif
 }
 
 // A matrix in shared memory with rows of kDim elements. Their chunks of 16 bytes are permuted so
@@ -191,8 +207,8 @@ constexpr int kDecodeSharedBytes =
 // The sums of a warp's keys, in tiles of kDecodeKeys that the warps take in turns.
 template <typename T, int kDim, int kStages>
 __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const Attention<T>& a,
-                                            const uint4 (&query)[kDim / 16], T* stages,
-                                            int sequence, int kv_head, int first, int end) {
+                                            const T* queries, T* stages, int sequence,
+                                            int kv_head, int first, int end) {
   using Rows = SharedRows<T, kDim>;
   constexpr int kTile = kDecodeKeys * kDim;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -209,6 +225,7 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
   int rows[kStages];  // of the next tiles to load
 #pragma unroll
   for (int i = 0; i < kStages; ++i) rows[i] = find_row(first + i * kStep);
+  aril::wait_for_predecessors();
   const auto load = [&](int tile, int stage) {
     if (tile < end) {
       const Rows key_rows{stages + stage * 2 * kTile}, value_rows{key_rows.data + kTile};
@@ -217,8 +234,8 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
         const int at = i / Rows::kChunks, chunk = i % Rows::kChunks;
         const int64_t row = __shfl_sync(0xffffffffu, rows[0], at);
         const int valid = tile + at < end ? 16 : 0;
-        aril::copy_async(key_rows.chunk(at, chunk), keys + row * kv_stride + chunk * 8, valid);
-        aril::copy_async(value_rows.chunk(at, chunk), values + row * kv_stride + chunk * 8, valid);
+        copy_once(key_rows.chunk(at, chunk), keys + row * kv_stride + chunk * 8, valid);
+        copy_once(value_rows.chunk(at, chunk), values + row * kv_stride + chunk * 8, valid);
       }
     }
     aril::commit_copies();
@@ -228,6 +245,16 @@ __device__ __forceinline__ void attend_keys(OnlineSoftmax<T, kDim>& state, const
   };
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) load(first + stage * kStep, stage);
+  uint4 query[kDim / 16];
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    const auto pair = [&](int head, int col) {
+      return head < a.group() ? *reinterpret_cast<const uint32_t*>(queries + head * kDim + col)
+                              : 0u;
+    };
+    const int g = lane / 4, col = k * 16 + lane % 4 * 2;
+    query[k] = {pair(g, col), pair(g + 8, col), pair(g, col + 8), pair(g + 8, col + 8)};
+  }
 
   const float scale = a.exponent_scale();
   int stage = 0;
@@ -287,8 +314,8 @@ __device__ void attend_decode(const Attention<T>& a,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int kv_heads = static_cast<int>(a.kv_heads), group = a.group();
   const int index = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
-  const int token = alone == nullptr ? index : alone[index];
-  const int num_keys = a.positions[token] + 1, sequence = a.sequences[token];
+  const int token = alone == nullptr ? index : __ldcg(alone + index);
+  const int num_keys = __ldcg(a.positions + token) + 1, sequence = __ldcg(a.sequences + token);
   const int keys = split_keys(num_keys);
   const int splits = (num_keys + keys - 1) / keys;
   if (static_cast<int>(blockIdx.y) >= splits) return;
@@ -296,16 +323,6 @@ __device__ void attend_decode(const Attention<T>& a,
   const int64_t first_head = static_cast<int64_t>(kv_head) * group;
   const T* const queries = a.qkv + token * a.cols + first_head * kDim;
   T* const out = a.out + (token * a.query_heads + first_head) * kDim;
-  uint4 query[kDim / 16];
-#pragma unroll
-  for (int k = 0; k < kDim / 16; ++k) {
-    const auto pair = [&](int head, int col) {
-      return head < group ? *reinterpret_cast<const uint32_t*>(queries + head * kDim + col) : 0u;
-    };
-    const int col = k * 16 + q * 2;
-    query[k] = {pair(g, col), pair(g + 8, col), pair(g, col + 8), pair(g + 8, col + 8)};
-  }
-
   T* const stages = reinterpret_cast<T*>(shared) + warp * kStages * 2 * kDecodeKeys * kDim;
   // Behind the keys, the sums of each warp.
   float* const sums = reinterpret_cast<float*>(shared);
@@ -319,7 +336,7 @@ __device__ void attend_decode(const Attention<T>& a,
   int done = 0;
   for (int split = blockIdx.y; split < splits; split += gridDim.y, ++done) {
     OnlineSoftmax<T, kDim> state;
-    attend_keys<T, kDim, kStages>(state, a, query, stages, sequence, kv_head, split * keys,
+    attend_keys<T, kDim, kStages>(state, a, queries, stages, sequence, kv_head, split * keys,
                                   min(split * keys + keys, num_keys));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -397,24 +397,30 @@ __device__ void combine(const T* x,                   // [routes, cols]
                         const int32_t* row_of_route,  // [tokens, top_k]; -1 for experts elsewhere
                         T* out,                       // [tokens, cols]
                         int64_t cols, int64_t top_k) {
-  aril::wait_for_predecessors();
-  aril::launch_dependents();
   weights += blockIdx.x * top_k;
   row_of_route += blockIdx.x * top_k;
+  // Routes are complete: between them and this kernel is a grouped GEMM, which lets no kernel start
+  // before it has waited for them.
+  constexpr int kAtOnce = 8;
+  float factors[kAtOnce];
+  int64_t rows[kAtOnce];
+  const auto load_routes = [&](int64_t first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      rows[i] = first + i < top_k ? __ldcg(row_of_route + first + i) : -1;
+      factors[i] = first + i < top_k ? __ldcg(weights + first + i) : 0.0f;
+    }
+  };
+  load_routes(0);
+  aril::wait_for_predecessors();
+  aril::launch_dependents();
   for_part<T>(cols, [&](int64_t col, auto width) {
     constexpr int kWidth = decltype(width)::value;
     using Vec = Vector<T, kWidth>;
-    constexpr int kAtOnce = 8;
     float sums[kWidth] = {};
     for (int64_t first = 0; first < top_k; first += kAtOnce) {
+      if (top_k > kAtOnce) load_routes(first);
       Vec values[kAtOnce];
-      float factors[kAtOnce];
-      int64_t rows[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        rows[i] = first + i < top_k ? row_of_route[first + i] : -1;
-        factors[i] = first + i < top_k ? weights[first + i] : 0.0f;
-      }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         values[i] = Vec{};
@@ -750,7 +756,14 @@ struct GroupedGemm {
         const int64_t skipped = kGated ? row / 8 % 2 * width : 0;
         const bool is_there = out < num_outs && col < cols;
         const T* const from = weights + (skipped + min(out, num_outs - 1)) * cols;
-        aril::copy_async(to.chunk(row, chunk), from + (col < cols ? col : 0), is_there ? 16 : 0);
+        T* const place = to.chunk(row, chunk);
+        const T* const weight = from + (col < cols ? col : 0);
+        // With more rows, several tiles of an expert read them. (H100, prefill: 3 % slower)
+        if constexpr (kRows == 16) {
+          copy_once(place, weight, is_there ? 16 : 0);
+        } else {
+          aril::copy_async(place, weight, is_there ? 16 : 0);
+        }
       }
     };
     // Ends the stage's group of copies.

@@ -10,7 +10,8 @@
 //
 // A kernel whose result a linear layer of the library reads lets it start early: until the kernel
 // has completed, the layer loads weights. A kernel that reads the result of such a layer may start
-// early too, and waits for it before it accesses memory.
+// early too. Until the kernels before it have completed, it loads nothing but weights, and inputs of
+// the step that none of them writes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -244,6 +245,7 @@ __device__ void rotate_and_append(T* qkv,           // [tokens, (query_heads + 2
                                   T* keys,                   // [cache rows, kv_heads * dim]
                                   T* values,                 // [cache rows, kv_heads * dim]
                                   int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {
+  aril::launch_dependents();
   aril::wait_for_predecessors();
   const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
   const int64_t head = int64_t{blockIdx.y} * (kThreads / kHeadLanes) + threadIdx.x / kHeadLanes;

@@ -280,7 +280,8 @@ impl LoraExperts {
             _ => (0, 0.0, 0.0),
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
-        let launch = plan.launch(num_tokens, top_k, form.expand_by());
+        let beside_base = routes.beside_base && form.may_shrink_beside_base();
+        let launch = plan.launch(num_tokens, top_k, form.expand_by(), beside_base);
         let wide = launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
         let (_, up_slice) = experts.gate_and_up();
@@ -303,7 +304,7 @@ impl LoraExperts {
             weighted: weighted.into(),
             rows_weighted: (routes.weighed == Weighed::Rows).into(),
             groups_routes: (!routes.grouped).into(),
-            inputs_complete: (routes.beside_base && form.may_shrink_beside_base()).into(),
+            inputs_complete: beside_base.into(),
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
