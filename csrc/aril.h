@@ -91,7 +91,7 @@ extern "C" {
 #define ARIL_GROUP_WORDS 4           // of aril_group for each of num_experts + 2 groups
 #define ARIL_FACTOR_ALIGNMENT 128    // bytes, of each factor
 #define ARIL_FORWARD_TOKENS 64       // of aril_linear_forward
-#define ARIL_FORWARD_UNIT_ROWS 16    // rows of W that a warp multiplies at once
+#define ARIL_FORWARD_UNIT_ROWS 16    // of a unit of W
 #define ARIL_FORWARD_BLOCK_ROWS 32   // the rows of a slice are padded to
 #define ARIL_FORWARD_UNITS 6         // that a thread block multiplies at a time
 #define ARIL_FORWARD_SPLIT_UNITS 12  // that a cluster of two thread blocks has at most
@@ -267,7 +267,8 @@ typedef struct aril_forward_ring {
   int32_t stage_bytes;
   int32_t inbox;        // sums of the other block of a cluster
   int32_t deltas;       // [rows of the block][delta_pitch] f32
-  int32_t handover;     // sums of the other team of multipliers, in the memory of v and what follows
+  int32_t handover;     // with 17 to 32 tokens, sums of the other team of multipliers, in the memory
+                        // of v and what follows
   int32_t v;            // two terms of [tokens], v_pitch bytes apart, in the memory of sums
   int32_t sums;         // of units of v
   int32_t a;            // buffers of A and B

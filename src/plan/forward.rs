@@ -10,7 +10,8 @@ use super::{
     thresholds::{
         MAX_FORWARD_TOKENS,
         forward::{
-            ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, UNIT_ROWS, UNITS,
+            ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, TOKENS_WITHOUT_WGMMA,
+            UNIT_ROWS, UNITS,
         },
     },
     workspace::WorkspaceBytes,
@@ -63,8 +64,9 @@ impl ForwardPlan {
         Self { dtype, out_features, in_features, capacity, splits, units, rings: Vec::new() }.on(Device::H100)
     }
 
-    /// The same layer on another device. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute
-    /// capability 12.0), most layers of the capacity of large models do not fit at all.
+    /// The same layer on another device. From compute capability 10.0 on, batches have up to 32 tokens, because more are multiplied by an
+    /// instruction of 9.0. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute capability 12.0), most
+    /// layers of the capacity of large models do not fit at all.
     ///
     /// # Errors
     /// [`PlanError::ComputeCapability`] and [`PlanError::SharedMemory`] if the device has no fused linear of the layer. Use a GEMM and
@@ -81,7 +83,8 @@ impl ForwardPlan {
             units: self.units,
             max_rank: self.capacity.max_rank,
         };
-        let most = self.capacity.max_tokens.min(MAX_FORWARD_TOKENS);
+        let has_wgmma = major == 9;
+        let most = self.capacity.max_tokens.min(if has_wgmma { MAX_FORWARD_TOKENS } else { TOKENS_WITHOUT_WGMMA });
         let end = 2 * most.max(FIRST_RING_TOKENS);
         let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < end);
         let mut rings = Vec::new();
@@ -102,8 +105,8 @@ impl ForwardPlan {
         major >= 9
     }
 
-    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has shared memory for. A larger
-    /// batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
+    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has instructions and shared memory
+    /// for. A larger batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
     pub fn max_tokens(&self) -> usize {
         let with_rings = (FIRST_RING_TOKENS << self.rings.len()) / 2;
         self.capacity.max_tokens.min(MAX_FORWARD_TOKENS).min(with_rings)
@@ -221,7 +224,7 @@ mod tests {
     }
 
     fn device(kilobytes: usize) -> Device {
-        Device { compute_capability: (12, 0), shared_bytes: kilobytes << 10 }
+        Device { compute_capability: (9, 0), shared_bytes: kilobytes << 10 }
     }
 
     /// qkv, o, gate_up and down of Qwen3-0.6B, 8B and 32B, at ranks 16 and 64: the most tokens with 99, 163 and 227 KB (0: no fused
@@ -309,9 +312,18 @@ mod tests {
             refused.to_string(),
             "the fused linear of this layer needs 100744 bytes of shared memory, and the device has 65536"
         );
-        for capability in [(9, 0), (10, 0), (10, 3), (12, 0)] {
-            let new = Device { compute_capability: capability, ..Device::H100 };
-            assert_eq!(plan.clone().on(new), Ok(plan.clone()), "{capability:?}");
+    }
+
+    /// Later ones have no `wgmma`, and their smaller batches are planned as on an H100.
+    #[test]
+    fn devices_without_wgmma_have_batches_of_32_tokens() {
+        let plan = plan(4096, &[4096], 16);
+        assert_eq!(plan.max_tokens(), 64);
+        assert_eq!(plan.clone().on(device(227)), Ok(plan.clone()));
+        for capability in [(10, 0), (10, 3), (12, 0)] {
+            let on = plan.clone().on(Device { compute_capability: capability, ..Device::H100 });
+            let on = on.expect("a small batch fits");
+            assert_eq!((on.max_tokens(), &on.rings[..]), (32, &plan.rings[..3]), "{capability:?}");
         }
     }
 }

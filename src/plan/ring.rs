@@ -119,8 +119,9 @@ impl Ring {
     fn of(grid: &Grid, token_tiles: usize, stage_boxes: usize, stages: usize) -> Self {
         let (pass_units, tokens) = (grid.pass_units(), token_tiles * TOKEN_TILE);
         let unit_sums = token_tiles * UNIT_SUMS_BYTES;
-        // Two teams of multipliers halve the features of a box, and hand sums over. One place of A where the ring needs the memory more.
-        let has_teams = token_tiles > 2;
+        // With 17 to 32 tokens, two teams of multipliers halve the features of a box, and hand sums over. One place of A where the ring
+        // needs the memory more.
+        let has_teams = token_tiles == 4;
         let a_places = if token_tiles > 4 { 1 } else { 2 };
 
         let stage_bytes = stage_boxes * (pass_units * UNIT_BOX_BYTES + token_tiles * TOKEN_BOX_BYTES);

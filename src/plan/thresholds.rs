@@ -204,7 +204,7 @@ pub(super) mod forward {
     use super::MULTIPROCESSORS;
     use crate::{DType, ffi};
 
-    /// Rows of W that a warp multiplies at once, and that the rows of a slice are padded to.
+    /// Rows of a unit of W, and those that the rows of a slice are padded to.
     pub(in crate::plan) const UNIT_ROWS: usize = ffi::ARIL_FORWARD_UNIT_ROWS as usize;
     pub(in crate::plan) const BLOCK_ROWS: usize = ffi::ARIL_FORWARD_BLOCK_ROWS as usize;
     /// Units that a block multiplies at a time.
@@ -228,6 +228,10 @@ pub(super) mod forward {
     pub(in crate::plan) const ALIGNED_FEATURES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize / DType::BF16.bytes();
     /// The kernel counts features, and bytes of rows, in `i32`.
     pub(in crate::plan) const MAX_FEATURES: usize = i32::MAX as usize / 4;
+
+    /// Tokens of the largest batch without `wgmma`, which compute capability 9.0 alone has. With more, `mma.sync` in its place is slower
+    /// than a GEMM and `add_delta` (`benches/record/designs.md`, "A fused linear for decode").
+    pub(in crate::plan) const TOKENS_WITHOUT_WGMMA: usize = 32;
 
     /// Blocks of a launch, unless the layer is very large. It is the same on every device, because the order of sums depends on it.
     pub(in crate::plan) const BLOCKS: usize = MULTIPROCESSORS;

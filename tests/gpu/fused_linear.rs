@@ -200,6 +200,7 @@ fn corners() {
         dense::Case::linear(136, &[choose(12_672, 672)], &[&[16], &[1]], many(64)),
         dense::Case::linear(8, &[1], &[&[1]], many(1)),
         dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(17)),
+        dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(49)),
         // The largest rank beside rank 1.
         dense::Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], many(64)),
         // As many adapters as tokens, none with an adapter, no adapters, no tokens.

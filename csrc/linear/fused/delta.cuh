@@ -57,7 +57,6 @@ struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
   static constexpr int kWarps = kDeltaWarps, kThreads = 32 * kWarps;
   static constexpr int kAPlaces = a_places(kTokenTiles);
-  static constexpr bool kLoadsAhead = token_groups(kTokenTiles) == 1;  // x; takes 16 registers
 
   const FusedParams& p;
   const aril_forward_args& args;
@@ -382,11 +381,10 @@ struct Delta {
   __device__ __forceinline__ void shrink(int count, Step ahead) {
     Step at = {0, 0};
     uint4 x[kLoads];
-    if (kLoadsAhead && count > 0) load_x(x, at);
+    if (count > 0) load_x(x, at);
     float sums[2][4] = {};
 #pragma unroll 1
     while (at.unit < count) {
-      if (!kLoadsAhead) load_x(x, at);
       multiply_step(sums, x, at);
       __syncwarp();
       if (ahead.unit < count) {
@@ -394,7 +392,7 @@ struct Delta {
         ahead = next(ahead);
       }
       const Step following = next(at);
-      if (kLoadsAhead && following.unit < count) load_x(x, following);
+      if (following.unit < count) load_x(x, following);
       if (following.unit != at.unit) {
         store_sums(sums);
         publish(batch.units[at.unit]);

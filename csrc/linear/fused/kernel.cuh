@@ -5,6 +5,7 @@
 
 #include "delta.cuh"
 #include "multiply.cuh"
+#include "multiply_wide.cuh"
 
 namespace aril::detail {
 
@@ -29,15 +30,14 @@ __device__ __forceinline__ void init_handovers(FusedShared& shared, int multipli
     shared.handover[lane].init(32);
     shared.taken[lane].init(32);
   }
-  const bool has_inbox = lane < kMaxTokenGroups * kMaxSplitUnits;
+  const bool has_inbox = lane < kMaxSplitUnits;
   if (has_inbox) shared.inbox[lane].init();
   if (lane == 31) {
     shared.deltas_full.init(32 * kDeltaWarps);
     shared.deltas_empty.init(32 * multipliers);
   }
   __syncwarp();
-  if (has_inbox)
-    shared.inbox[lane].expect(kUnitSumsBytes * token_tiles / token_groups(token_tiles));
+  if (has_inbox) shared.inbox[lane].expect(kUnitSumsBytes * token_tiles);
 }
 
 // The barriers are initialised. The W producer's warp passes by; the others wait for it and for
@@ -77,7 +77,11 @@ __global__ void __launch_bounds__(32 * fused_warps(kMaxUnits, kTokenTiles), 1)
   wait_for_start();
   if (p.splits > 1) arrive_at_cluster();
   if (warp < multipliers) {
-    multiply_units<T, kTokenTiles>(p, shared, dynamic);
+    if constexpr (is_wide(kTokenTiles)) {
+      multiply_wide<T>(p, shared, dynamic);
+    } else {
+      multiply_units<T, kTokenTiles>(p, shared, dynamic);
+    }
     return;
   }
   if (warp < multipliers + kProducers) {

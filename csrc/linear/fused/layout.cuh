@@ -10,7 +10,9 @@
 // A cluster of `splits` thread blocks owns some units of 16 rows of a slice of W, and each of its
 // blocks a range of the input features. The warps of a block have three roles:
 // - Producers fill the ring: one thread with W, which waits for no predecessor, one with x.
-// - Multipliers compute x W^T by mma.sync, W's rows as M and the tokens as N (multiply.cuh).
+// - Multipliers compute x W^T: up to 32 tokens by mma.sync, W's rows as M and the tokens as N
+//   (multiply.cuh); more by one warpgroup's wgmma, the tokens as M and W's rows as N
+//   (multiply_wide.cuh).
 // - The delta's warps compute their share of v, pass it through the mailbox, gather all of v,
 //   and leave scaling * B v of the block's own rows for the multipliers to add before the only
 //   store of y (delta.cuh).
@@ -45,7 +47,6 @@ constexpr int kTokenBoxBytes = kTokenTile * kBoxFeatures * 2;
 constexpr int kUnitSumsBytes = kUnitRows * kTokenTile * 4;
 constexpr int kMaxTeams = 2;  // of multipliers
 constexpr int kProducers = 2;
-constexpr int kMaxTokenGroups = 2;
 constexpr int kDeltaWarps = ARIL_FORWARD_DELTA_WARPS;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
@@ -69,33 +70,34 @@ struct FusedGrid {
   int trigger;  // stages before its last at which a block lets dependents begin
 };
 
+// Whether one warpgroup multiplies.
+__host__ __device__ __forceinline__ constexpr bool is_wide(int token_tiles) {
+  return token_tiles > 4;
+}
+
 // The sums of the two halves of each box stay apart until the end, whatever the number of tokens.
-// With up to 16 tokens a warp computes both halves of one unit. With more, two teams take one half
-// each and a warp has two units, so that it loads fragments of x once for both.
+// With up to 16 tokens a warp computes both halves of one unit. With up to 32, two teams take one
+// half each and a warp has two units, so that it loads fragments of x once for both. A warpgroup
+// computes both halves of all units.
 __host__ __device__ __forceinline__ constexpr int teams(int token_tiles) {
-  return token_tiles > 2 ? kMaxTeams : 1;
+  return token_tiles > 2 && !is_wide(token_tiles) ? kMaxTeams : 1;
 }
 __host__ __device__ __forceinline__ constexpr int units_per_warp(int token_tiles) {
   return teams(token_tiles);
 }
 
-// Groups of tokens, each with separate warps: more than 32 tokens need more tensor cores.
-__host__ __device__ __forceinline__ constexpr int token_groups(int token_tiles) {
-  return token_tiles > 4 ? kMaxTokenGroups : 1;
-}
-
 __host__ __device__ __forceinline__ constexpr int team_warps(int pass_units, int token_tiles) {
-  return ceil_div(pass_units, units_per_warp(token_tiles)) * token_groups(token_tiles);
+  return ceil_div(pass_units, units_per_warp(token_tiles));
 }
 
 __host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_units,
                                                                    int token_tiles) {
-  return teams(token_tiles) * team_warps(pass_units, token_tiles);
+  return is_wide(token_tiles) ? 4 : teams(token_tiles) * team_warps(pass_units, token_tiles);
 }
 
 // One place where the ring needs the memory more.
 __host__ __device__ __forceinline__ constexpr int a_places(int token_tiles) {
-  return token_tiles > 4 ? 1 : kMaxAPlaces;
+  return is_wide(token_tiles) ? 1 : kMaxAPlaces;
 }
 
 __host__ __device__ __forceinline__ constexpr int fused_warps(int pass_units, int token_tiles) {
@@ -201,9 +203,8 @@ struct FusedShared {
   TransactionBarrier full[kMaxStages], empty[kMaxStages];  // of the ring's stages
   TransactionBarrier handover[kMaxTeams * kMaxUnits];  // the other team's sums of a warp's unit are
   TransactionBarrier taken[kMaxTeams * kMaxUnits];     // there, and have been read
-  TransactionBarrier
-      inbox[kMaxTokenGroups * kMaxSplitUnits];  // the other block's sums of a unit and group
-  TransactionBarrier counted;                   // the block is, in its launch's epoch
+  TransactionBarrier inbox[kMaxSplitUnits];            // the other block's sums of a unit
+  TransactionBarrier counted;                          // the block is, in its launch's epoch
   TransactionBarrier deltas_full, deltas_empty;
   Share share;
 };

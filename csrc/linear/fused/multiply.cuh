@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The fused linear's stream of W: the producers and the multipliers.
+// The fused linear's stream of W: the producers, and the multipliers of up to 32 tokens.
 #pragma once
 
 #include "../../device/vec.cuh"
@@ -114,10 +114,9 @@ using UnitSums = float[kTiles][4];
 // features, or one unit and both halves.
 template <typename T, int kTokenTiles>
 struct Operands {
-  static constexpr int kTiles = kTokenTiles / token_groups(kTokenTiles);
   static constexpr bool kOneHalf = teams(kTokenTiles) > 1;
-  uint4 w[2][2];                      // by unit or half, and by 16 features
-  uint4 x[kOneHalf ? 1 : 2][kTiles];  // by half, and by token tile
+  uint4 w[2][2];                           // by unit or half, and by 16 features
+  uint4 x[kOneHalf ? 1 : 2][kTokenTiles];  // by half, and by token tile
 
   __device__ __forceinline__ void load(const unsigned char* units, const unsigned char* tokens,
                                        int team) {
@@ -126,7 +125,7 @@ struct Operands {
     for (int half = 0; half < (kOneHalf ? 1 : 2); ++half) {
       const int piece = (kOneHalf ? team : half) * 4 + lane / 8;
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
         x[half][tile] =
             ldmatrix_x4(tokens + tile * kTokenBoxBytes + token * 128 + ((piece ^ token) << 4));
       }
@@ -142,11 +141,11 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void multiply(UnitSums<kTiles>* sums) const {
+  __device__ __forceinline__ void multiply(UnitSums<kTokenTiles>* sums) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
         for (int sum = 0; sum < 2; ++sum) {
           const uint4& b = x[kOneHalf ? 0 : sum][tile];
@@ -162,7 +161,8 @@ struct Operands {
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits |= w[i / 2][i % 2].x;
 #pragma unroll
-    for (int i = 0; i < (kOneHalf ? 1 : 2) * kTiles; ++i) bits |= x[i / kTiles][i % kTiles].x;
+    for (int i = 0; i < (kOneHalf ? 1 : 2) * kTokenTiles; ++i)
+      bits |= x[i / kTokenTiles][i % kTokenTiles].x;
     return bits;
   }
 };
@@ -196,12 +196,11 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
 }
 
 // Adds the bias, the deltas and, if it accumulates, y to a unit's sums, rounds once, and stores.
-// `deltas` begin at the unit's first row and the first token; null if there are none.
+// `deltas` begin at the unit's first row; null if there are none.
 template <typename T, int kTiles>
 __device__ __forceinline__ void store_unit(const aril_forward_args& args,
                                            const float (&sums)[kTiles][4], const Share& share,
-                                           int unit, int first_token, const float* deltas,
-                                           int delta_pitch) {
+                                           int unit, const float* deltas, int delta_pitch) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int num_rows = args.out_features[share.slice];
 #pragma unroll
@@ -216,11 +215,11 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int at = tile * kTokenTile + 2 * q + i, token = first_token + at;
+        const int token = tile * kTokenTile + 2 * q + i;
         if (token >= args.num_tokens) continue;
         float sum = sums[tile][2 * half + i];
         if (args.bias != nullptr) sum += bias;
-        if (deltas != nullptr) sum += deltas[(g + 8 * half) * delta_pitch + at];
+        if (deltas != nullptr) sum += deltas[(g + 8 * half) * delta_pitch + token];
         T& to = y[token * args.y_stride];
         if (args.accumulates) sum += to_float(to);
         to = from_float<T>(sum);
@@ -260,10 +259,8 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team,
 // A warp's place among the multipliers.
 template <int kTokenTiles>
 struct Multiplier {
-  static constexpr int kGroups = token_groups(kTokenTiles), kTiles = kTokenTiles / kGroups;
-  int warp, team, other;  // `other`: the warp of the other team with the same units and tokens
+  int warp, team, other;  // `other`: the warp of the other team with the same units
   int first_unit;         // of the pass; the warp stores unit first_unit + team
-  int group, first_tile;  // of tokens
 
   __device__ __forceinline__ explicit Multiplier(int pass_units) {
     // Volatile: recomputed by every caller, which costs less than registers held in between.
@@ -273,9 +270,7 @@ struct Multiplier {
     warp = thread / 32;
     team = teams(kTokenTiles) > 1 && warp >= in_team ? 1 : 0;
     other = team == 0 ? warp + in_team : warp - in_team;
-    first_unit = (warp - team * in_team) / kGroups * units_per_warp(kTokenTiles);
-    group = warp % kGroups;
-    first_tile = group * kTiles;
+    first_unit = (warp - team * in_team) * units_per_warp(kTokenTiles);
   }
 };
 
@@ -286,14 +281,14 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
   const Share& share = shared.share;
   const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
   using Place = Multiplier<kTokenTiles>;
-  constexpr int kGroups = Place::kGroups, kTiles = Place::kTiles, kTeams = teams(kTokenTiles);
+  constexpr int kTeams = teams(kTokenTiles);
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = share.num_items(p.grid);
   const uint32_t zero = p.splits >> 8;  // which the compiler does not know
   int stage = 0;
   uint32_t parity = 0;
   for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
-    float sums[2][kTiles][4] = {};
+    float sums[2][kTokenTiles][4] = {};
     const Place in_loop(units);
 #pragma unroll 1
     for (int item = 0; item < items; ++item) {
@@ -301,8 +296,7 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
       __syncwarp();
       const unsigned char* w =
           dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
-      const unsigned char* x = dynamic + stage * p.smem.stage_bytes +
-                               boxes * units * kUnitBoxBytes + in_loop.first_tile * kTokenBoxBytes;
+      const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes;
       Operands<T, kTokenTiles> box;
       box.load(w, x, in_loop.team);
       uint32_t bits = box.bits();
@@ -326,11 +320,11 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     if constexpr (kTeams > 1) {
       // The delta's warps have used this memory.
       if (has_deltas) shared.deltas_full.wait(pass % 2);
-      add_teams<kTiles>(sums, self.team, self.warp, self.other, shared,
-                        reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
+      add_teams<kTokenTiles>(sums, self.team, self.warp, self.other, shared,
+                             reinterpret_cast<float4*>(dynamic + p.smem.handover), pass);
     } else {
 #pragma unroll
-      for (int e = 0; e < 4 * kTiles; ++e) sums[0][e / 4][e % 4] += sums[1][e / 4][e % 4];
+      for (int e = 0; e < 4 * kTokenTiles; ++e) sums[0][e / 4][e % 4] += sums[1][e / 4][e % 4];
     }
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
@@ -341,22 +335,18 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     if (p.splits > 1 && live) {
       const OwnBlocks storing(share.begin / 2, p.splits, unit / 2 % 2);
       const int place = storing.index_of(unit / 2) * 2 + unit % 2;
-      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) +
-                      (place * kGroups + self.group) * kTiles * 32;
-      exchange_sums(sums[0], stores, share.split ^ 1, inbox,
-                    shared.inbox[in_cluster * kGroups + self.group]);
+      float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + place * kTokenTiles * 32;
+      exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[in_cluster]);
     }
     const float* deltas = nullptr;
     if (has_deltas) {
       shared.deltas_full.wait(pass % 2);
       const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
       deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
-               (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch +
-               self.first_tile * kTokenTile;
+               (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch;
     }
     if (stores && live && unit < share.end) {
-      store_unit<T>(p.args, sums[0], share, unit, self.first_tile * kTokenTile, deltas,
-                    p.smem.delta_pitch);
+      store_unit<T>(p.args, sums[0], share, unit, deltas, p.smem.delta_pitch);
     }
     if (has_deltas) {
       // The teams' sums may be overwritten by bulk copies.
