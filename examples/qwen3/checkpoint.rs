@@ -14,6 +14,7 @@ use std::{
     iter,
     ops::Range,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use aril::{
@@ -46,6 +47,8 @@ const MAX_INDEX_MIB: u64 = 64;
 pub(crate) struct Checkpoint {
     pub(crate) shards: Vec<Shard>,
     pub(crate) tensors: BTreeMap<String, Tensor>,
+    /// The bytes of the tensors that have been read, by all ranks together.
+    pub(crate) read_bytes: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -66,7 +69,7 @@ impl Checkpoint {
     pub(crate) fn open(model: &Path) -> Result<Self> {
         let index = model.join("model.safetensors.index.json");
         let single = model.join("model.safetensors");
-        let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new() };
+        let mut checkpoint = Self { shards: Vec::new(), tensors: BTreeMap::new(), read_bytes: AtomicU64::new(0) };
         if single.exists() || !index.exists() {
             checkpoint.add_shard(single)?;
             return Ok(checkpoint);
@@ -161,12 +164,9 @@ impl Checkpoint {
     }
 
     /// Whether an adapter's copy of a base weight equals the base model's, as `T`.
-    pub(crate) fn has<T: Element>(&self, weight: &BaseWeight, tied: bool) -> Result<bool> {
-        let name = match weight.path() {
-            "lm_head" if !tied => "lm_head.weight",
-            "model.embed_tokens" | "lm_head" => "model.embed_tokens.weight",
-            _ => return Ok(false),
-        };
+    pub(crate) fn has<T: Element>(&self, weight: &BaseWeight, model: &Model, tied: bool) -> Result<bool> {
+        let path = weight.path_in(model)?;
+        let name = if tied { "model.embed_tokens.weight" } else { &format!("{path}.weight") };
         if self.tensors.get(name).is_none_or(|stored| stored.shape != weight.tensor().shape()) {
             return Ok(false);
         }
@@ -499,7 +499,15 @@ impl<'a> Weights<'a> {
 
     /// Skips a tensor if it exists.
     pub(crate) fn ignore(&mut self, name: &str) {
-        self.unread.remove(name);
+        self.note(name);
+    }
+
+    /// Takes note of a tensor that has been read.
+    fn note(&mut self, name: &str) {
+        if self.unread.remove(name) {
+            let bytes = self.checkpoint.tensors[name].bytes.len() as u64;
+            self.checkpoint.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
     }
 
     /// Ends loading.
@@ -516,13 +524,13 @@ impl<'a> Weights<'a> {
 
     fn read(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Vec<f32>> {
         let values = self.checkpoint.read(name, shape, block)?;
-        self.unread.remove(name);
+        self.note(name);
         Ok(values)
     }
 
     fn read_as<T: Element>(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Cow<'a, [T]>> {
         let values = self.checkpoint.read_as(name, shape, block)?;
-        self.unread.remove(name);
+        self.note(name);
         Ok(values)
     }
 
@@ -539,7 +547,7 @@ impl<'a> Weights<'a> {
     fn read_int4(&mut self, path: &str, shape: [usize; 2], group: usize, block: &Block) -> Result<Int4> {
         let values = self.checkpoint.read_int4(path, shape, group, block)?;
         for name in int4_tensors(path) {
-            self.unread.remove(name.as_str());
+            self.note(&name);
         }
         Ok(values)
     }

@@ -46,6 +46,7 @@ use std::{
 use aril::{
     DType,
     adapter::{Adapter, BaseWeight},
+    model::TpRank,
     pool::PoolConfig,
 };
 use clap::{Parser, ValueEnum};
@@ -57,6 +58,7 @@ use self::{
     device_arg::DeviceArg,
     error::{Context, Error, Result, bail},
     job::Job,
+    model::describe,
     report::Row,
     requests::{Checker, Written},
     stderr::say,
@@ -260,10 +262,11 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let files: Vec<&Path> = requests.iter().map(PathBuf::as_path).collect();
     let check_logits = |path: &PathBuf| files::check_output(path, &folders, &files).context("--logits");
     cli.logits.as_ref().map(check_logits).transpose()?;
+    let whole = describe(&config, TpRank::SINGLE)?.model;
     let adapters = read(adapters, |weight| match dtype {
-        DType::BF16 => checkpoint.has::<bf16>(weight, config.tied),
-        DType::F16 => checkpoint.has::<f16>(weight, config.tied),
-        _ => checkpoint.has::<f32>(weight, config.tied),
+        DType::BF16 => checkpoint.has::<bf16>(weight, &whole, config.tied),
+        DType::F16 => checkpoint.has::<f16>(weight, &whole, config.tied),
+        _ => checkpoint.has::<f32>(weight, &whole, config.tied),
     })?;
 
     let names: Vec<&str> = adapters.iter().map(|(name, _)| name.as_str()).collect();

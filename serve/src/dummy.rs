@@ -3,7 +3,7 @@
 //!
 //! All tensors are parts of one block of random numbers, as large as the largest of them, which is made in a second. Norms are ones.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, sync::atomic::AtomicU64};
 
 use aril::{DType, Element};
 use half::{bf16, f16};
@@ -68,7 +68,7 @@ fn of<T: Element>(config: &Config, dtype: Dtype) -> Result<(MmapMut, Checkpoint)
         let bytes = first * size_of::<T>()..(first + len(&shape)) * size_of::<T>();
         tensors.insert(name, Tensor { shard: 0, dtype, shape, bytes });
     }
-    Ok((block, Checkpoint { shards: Vec::new(), tensors }))
+    Ok((block, Checkpoint { shards: Vec::new(), tensors, read_bytes: AtomicU64::new(0) }))
 }
 
 /// The names and shapes of all tensors.

@@ -80,7 +80,7 @@ pub struct Options {
     /// The most tokens of a step, prompts and answers of all requests together
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub max_num_batched_tokens: usize,
-    /// The longest prompt with its answer, in tokens [default: the model's positions]
+    /// The longest prompt with its answer, in tokens [default: the model's positions, or as many as --kv-cache-mib has room for]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub max_model_len: Option<usize>,
     /// Tokens of a block of the cache

@@ -5,6 +5,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
+        atomic::Ordering,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, JoinHandle},
@@ -17,6 +18,7 @@ use aril::{
     pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source, Tier},
 };
 use half::{bf16, f16};
+use indicatif::{ProgressBar, ProgressStyle};
 use tokio::sync::{
     mpsc::{UnboundedReceiver, unbounded_channel},
     oneshot,
@@ -40,6 +42,9 @@ use crate::{
 
 /// How long the engine waits for adapters before it looks for commands.
 const WAIT: Duration = Duration::from_millis(1);
+
+/// How often the progress of a load is drawn.
+const DRAWN: Duration = Duration::from_millis(100);
 
 /// What an engine is made of.
 #[derive(Debug)]
@@ -172,8 +177,11 @@ impl Handle {
     }
 }
 
-/// Starts an engine. Returns once its model is loaded.
+/// Starts an engine. Returns once its model is loaded. Until then there is a progress bar, if standard error is a terminal.
 pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
+    let checkpoint = Arc::clone(&setup.checkpoint);
+    let num_bytes = checkpoint.tensors.values().map(|tensor| tensor.bytes.len() as u64).sum::<u64>();
+    let num_bytes = num_bytes * setup.split.tp.size() as u64;
     let (commands, received) = channel();
     let (ready, is_ready) = channel();
     let handle = Handle { commands };
@@ -187,8 +195,20 @@ pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
         }
     };
     let thread = thread::Builder::new().name("engine".into()).spawn(own)?;
-    is_ready.recv().context("the engine ended while it loaded the model")??;
-    Ok((handle, thread))
+    let bar = ProgressBar::new(num_bytes);
+    if let Ok(style) = ProgressStyle::with_template("{wide_bar} {bytes} of {total_bytes}") {
+        bar.set_style(style);
+    }
+    loop {
+        match is_ready.recv_timeout(DRAWN) {
+            Err(RecvTimeoutError::Timeout) => bar.set_position(checkpoint.read_bytes.load(Ordering::Relaxed)),
+            loaded => {
+                bar.finish_and_clear();
+                loaded.context("the engine ended while it loaded the model")??;
+                return Ok((handle, thread));
+            }
+        }
+    }
 }
 
 /// Runs all ranks: the first one, which has the engine, on this thread, and each of the others on one of its own.

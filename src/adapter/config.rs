@@ -4,14 +4,15 @@
 //! for an absent field; only `peft_type` and `lora_alpha` are required. Invariant: every unknown field has a value that enables
 //! nothing.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
 use super::{
     error::{AdapterError, TensorName},
     module::ModuleKind,
-    pattern::{Anchor, MAX_REGEXES, MAX_WORK, Pattern},
+    names,
+    pattern::{Anchor, Failure, MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK, Pattern, Work, plain},
 };
 
 /// File name of the configuration in an adapter's directory.
@@ -21,14 +22,16 @@ pub(super) const FILE: &str = "adapter_config.json";
 #[derive(Debug)]
 pub(super) struct Config {
     alpha: f64,
-    alpha_pattern: Vec<(Pattern, f64)>,
+    alpha_pattern: Keys<f64>,
     rank: Option<usize>,
-    rank_pattern: Vec<(Pattern, usize)>,
+    rank_pattern: Keys<usize>,
     rslora: bool,
     target_modules: Option<Targets>,
     exclude_modules: Option<Targets>,
     layers: Option<Layers>,
-    target_parameters: Option<Vec<String>>,
+    target_parameters: Option<HashSet<String>>,
+    /// Whether PEFT gives the head and the embedding of a model that ties them the same factors.
+    ties: bool,
     /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if `peft_version` says so.
     pub(super) swaps_features: Option<bool>,
 }
@@ -48,7 +51,31 @@ enum Targets {
 #[derive(Debug)]
 struct Layers {
     numbers: HashSet<u64>,
-    names: Vec<String>,
+    /// The names, and their places in the list.
+    names: HashMap<String, usize>,
+}
+
+/// The values of a field whose keys are patterns of modules. The first key in the file that matches wins.
+#[derive(Debug)]
+struct Keys<V> {
+    field: &'static str,
+    /// Plain keys by their length. There may be one for each module.
+    plain: HashMap<usize, Forms<V>>,
+    /// The other keys and their places in the file.
+    regexes: Vec<(usize, Pattern, V)>,
+    num_plain: usize,
+}
+
+/// Plain keys of one length by their form, and then by their bytes, which are 0 at wildcards: their places in the file and their values.
+type Forms<V> = HashMap<Form, HashMap<Vec<u8>, (usize, V)>>;
+
+/// What plain keys have in common.
+#[derive(Debug, Eq, Hash, PartialEq)]
+struct Form {
+    /// Whether only whole paths match.
+    whole: bool,
+    /// The places of bytes that match any.
+    wildcards: Vec<usize>,
 }
 
 const ALPHA_PATTERN: &str = "alpha_pattern";
@@ -58,24 +85,33 @@ const TARGET_PARAMETERS: &str = "target_parameters";
 const EXCLUDE_MODULES: &str = "exclude_modules";
 const LAYERS_TO_TRANSFORM: &str = "layers_to_transform";
 const LAYERS_PATTERN: &str = "layers_pattern";
+const TIES: &str = "ensure_weight_tying";
+/// The work of looking for a path among keys of one form.
+const LOOKUP: usize = 256;
+/// A field of MLX-LM's `adapter_config.json`.
+const MLX: &str = "fine_tune_type";
 
 impl Config {
     pub(super) fn parse(text: &str) -> Result<Self, AdapterError> {
         let json = |error: serde_json::Error| AdapterError::json(FILE, &error);
         let fields: Map<String, Value> = serde_json::from_str(text).map_err(json)?;
+        if let Some(value) = fields.get(MLX).filter(|_| !fields.contains_key("peft_type")) {
+            return Err(unsupported(MLX, value));
+        }
         let required = |field| fields.get(field).ok_or(AdapterError::MissingField { field });
         lora(required("peft_type")?)?;
         for (field, value) in &fields {
             check(field, value)?;
         }
         let field = |field| fields.get(field);
+        check_regexes(&fields)?;
         let number = |alpha: &Value, field: &str| finite(field, alpha);
         let rank = |rank: &Value, field: &str| positive(field, rank);
         let config = Self {
             alpha: finite("lora_alpha", required("lora_alpha")?)?,
-            alpha_pattern: patterns(ALPHA_PATTERN, field(ALPHA_PATTERN), number)?,
+            alpha_pattern: Keys::parse(ALPHA_PATTERN, field(ALPHA_PATTERN), number)?,
             rank: field("r").map(|value| positive("r", value)).transpose()?,
-            rank_pattern: patterns(RANK_PATTERN, field(RANK_PATTERN), rank)?,
+            rank_pattern: Keys::parse(RANK_PATTERN, field(RANK_PATTERN), rank)?,
             rslora: field("use_rslora").map_or(Ok(false), |value| flag("use_rslora", value))?,
             target_modules: target_modules(&fields)?,
             exclude_modules: match field(EXCLUDE_MODULES) {
@@ -83,7 +119,10 @@ impl Config {
                 _ => None,
             },
             layers: Layers::parse(&fields)?,
-            target_parameters: field(TARGET_PARAMETERS).map(|value| names(TARGET_PARAMETERS, value)).transpose()?,
+            target_parameters: field(TARGET_PARAMETERS)
+                .map(|value| list(TARGET_PARAMETERS, value).map(HashSet::from_iter))
+                .transpose()?,
+            ties: field(TIES) == Some(&Value::Bool(true)),
             swaps_features: field("peft_version").and_then(Value::as_str).and_then(swaps_features),
         };
         if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
@@ -93,42 +132,59 @@ impl Config {
                 }
             }
         }
-        match config.patterns().filter(|pattern| pattern.is_regex()).count() {
-            regexes if regexes > MAX_REGEXES => Err(AdapterError::Regexes { regexes }),
-            _ => Ok(config),
+        Ok(config)
+    }
+
+    /// Rejects a module that PEFT would tie to another one.
+    pub(super) fn check_tied(&self, path: &str) -> Result<(), AdapterError> {
+        match self.ties && names::is_embedding_or_head(path) {
+            true => Err(unsupported(TIES, &Value::Bool(true))),
+            false => Ok(()),
         }
     }
 
     /// Rejects a configuration whose patterns could take too long to match with these module paths.
     pub(super) fn check_work<'a>(&self, paths: impl Iterator<Item = &'a String>) -> Result<(), AdapterError> {
         let (modules, bytes) = paths.fold((0, 0), |(paths, bytes), path| (paths + 1, bytes + path.len() as u64));
-        let work = self.patterns().fold(0_u64, |work, pattern| work.saturating_add(pattern.work(modules, bytes)));
-        if work <= MAX_WORK {
-            Ok(())
-        } else {
-            Err(AdapterError::Patterns { patterns: self.patterns().count(), modules })
-        }
+        let work = self.regexes().fold(0_u64, |work, pattern| work.saturating_add(pattern.work(bytes)));
+        if work <= MAX_WORK { Ok(()) } else { Err(AdapterError::Patterns { patterns: self.patterns(), modules }) }
     }
 
-    fn patterns(&self) -> impl Iterator<Item = &Pattern> {
+    /// The patterns that are not keys of plain paths.
+    fn regexes(&self) -> impl Iterator<Item = &Pattern> {
         let targets = [&self.target_modules, &self.exclude_modules].into_iter().filter_map(|targets| match targets {
             Some(Targets::Pattern(pattern)) => Some(pattern),
             _ => None,
         });
-        let alphas = self.alpha_pattern.iter().map(|(pattern, _)| pattern);
-        alphas.chain(self.rank_pattern.iter().map(|(pattern, _)| pattern)).chain(targets)
+        let alphas = self.alpha_pattern.regexes.iter().map(|(_, pattern, _)| pattern);
+        alphas.chain(self.rank_pattern.regexes.iter().map(|(_, pattern, _)| pattern)).chain(targets)
+    }
+
+    /// The number of patterns in all fields.
+    fn patterns(&self) -> usize {
+        let plain = [self.alpha_pattern.num_plain, self.rank_pattern.num_plain];
+        self.regexes().count() + plain.iter().sum::<usize>()
+    }
+
+    /// The error for a path that cannot be matched with a pattern.
+    fn unmatched(&self, (field, key, failure): Unmatched<'_>, work: &Work) -> AdapterError {
+        match failure {
+            Failure::NoWork => AdapterError::Patterns { patterns: self.patterns(), modules: work.modules },
+            Failure::Slow(reason) => AdapterError::Pattern { field, key: key.to_owned(), reason },
+        }
     }
 
     /// Rejects a module whose factors PEFT would drop.
-    pub(super) fn check_target(&self, path: &str, kind: ModuleKind) -> Result<(), AdapterError> {
+    pub(super) fn check_target(&self, path: &str, kind: ModuleKind, work: &Work) -> Result<(), AdapterError> {
+        let unmatched = |unmatched| self.unmatched(unmatched, work);
         let not = |field| AdapterError::NotTargeted { module: path.to_owned(), field };
         if let Some(excluded) = &self.exclude_modules
-            && excluded.have(EXCLUDE_MODULES, path, kind)?
+            && excluded.have(EXCLUDE_MODULES, path, kind, work).map_err(unmatched)?
         {
             return Err(not(EXCLUDE_MODULES));
         }
         let Some(targets) = &self.target_modules else { return Ok(()) };
-        if !targets.have(TARGET_MODULES, path, kind)? {
+        if !targets.have(TARGET_MODULES, path, kind, work).map_err(unmatched)? {
             return Err(not(TARGET_MODULES));
         }
         let by_whole_path = matches!(targets, Targets::Names(names) if names.contains(path));
@@ -140,21 +196,22 @@ impl Config {
 
     /// Whether `target_parameters` may select the parameter at this path.
     pub(super) fn targets_parameter(&self, path: &str) -> bool {
-        self.target_parameters.as_ref().is_none_or(|names| names.iter().any(|name| ends_in(path, name)))
+        self.target_parameters.as_ref().is_none_or(|names| endings(path).any(|ending| names.contains(ending)))
     }
 
     /// The scaling of a module: α/r, or α/√r with `use_rslora`. As in PEFT, α is the value of the first key of `alpha_pattern` that
     /// matches the end of the path after a dot, else `lora_alpha`. The required rank is looked up likewise, and `a` names the
     /// factor in the error.
-    pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName) -> Result<f32, AdapterError> {
-        let want = match first_match(RANK_PATTERN, &self.rank_pattern, module)? {
+    pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName, work: &Work) -> Result<f32, AdapterError> {
+        let unmatched = |unmatched| self.unmatched(unmatched, work);
+        let want = match self.rank_pattern.first(module, work).map_err(unmatched)? {
             Some(rank) => Some((RANK_PATTERN, rank)),
             None => self.rank.map(|rank| ("r", rank)),
         };
         if let Some((field, want)) = want.filter(|(_, want)| *want != rank) {
             return Err(AdapterError::RankField { tensor: a.clone(), rank, field, want });
         }
-        let alpha = first_match(ALPHA_PATTERN, &self.alpha_pattern, module)?.unwrap_or(self.alpha);
+        let alpha = self.alpha_pattern.first(module, work).map_err(unmatched)?.unwrap_or(self.alpha);
         let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
         #[expect(clippy::cast_possible_truncation, reason = "rounds to nearest; values out of range are refused")]
         let scaling = (alpha / divisor) as f32;
@@ -170,20 +227,81 @@ fn pattern(field: &'static str, text: &str, anchor: Anchor) -> Result<Pattern, A
     Pattern::new(text, anchor).map_err(|reason| AdapterError::Pattern { field, key: text.to_owned(), reason })
 }
 
+/// The field and the pattern that a path could not be matched with, and why.
+type Unmatched<'a> = (&'static str, &'a str, Failure);
+
 /// Whether a path matches a pattern of this field.
-fn matches(field: &'static str, pattern: &Pattern, path: &str) -> Result<bool, AdapterError> {
-    let unusable = |reason| AdapterError::Pattern { field, key: pattern.text().to_owned(), reason };
-    pattern.matches(path).map_err(unusable)
+fn matches<'a>(field: &'static str, pattern: &'a Pattern, path: &str, work: &Work) -> Result<bool, Unmatched<'a>> {
+    pattern.matches(path, work).map_err(|failure| (field, pattern.text(), failure))
 }
 
-/// The value of the first matching pattern.
-fn first_match<V: Copy>(field: &'static str, patterns: &[(Pattern, V)], path: &str) -> Result<Option<V>, AdapterError> {
-    for (pattern, value) in patterns {
-        if matches(field, pattern, path)? {
-            return Ok(Some(*value));
+impl<V: Copy> Keys<V> {
+    fn parse(
+        field: &'static str,
+        value: Option<&Value>,
+        read: impl Fn(&Value, &str) -> Result<V, AdapterError>,
+    ) -> Result<Self, AdapterError> {
+        let mut keys = Self { field, plain: HashMap::new(), regexes: Vec::new(), num_plain: 0 };
+        let entries = match value {
+            None | Some(Value::Null) => return Ok(keys),
+            Some(Value::Object(entries)) => entries,
+            Some(value) => return Err(invalid(field, value, "an object of numbers")),
+        };
+        for (place, (key, value)) in entries.iter().enumerate() {
+            let value = read(value, &format!("{field}.{key}"))?;
+            match plain(key) {
+                Some(bytes) => keys.insert(&bytes, key.starts_with('^'), (place, value)),
+                None => keys.regexes.push((place, pattern(field, key, Anchor::End)?, value)),
+            }
         }
+        keys.num_plain = entries.len() - keys.regexes.len();
+        Ok(keys)
     }
-    Ok(None)
+
+    fn insert(&mut self, key: &[Option<u8>], whole: bool, value: (usize, V)) {
+        let wildcards = (0..key.len()).filter(|&at| key[at].is_none()).collect();
+        let keys = self.plain.entry(key.len()).or_default().entry(Form { whole, wildcards }).or_default();
+        keys.entry(key.iter().map(|byte| byte.unwrap_or(0)).collect()).or_insert(value);
+    }
+
+    /// The value of the first key that matches the end of a path after a dot, or the whole path.
+    fn first(&self, path: &str, work: &Work) -> Result<Option<V>, Unmatched<'_>> {
+        let mut first: Option<(usize, V)> = None;
+        for ending in endings(path) {
+            for (form, keys) in self.plain.get(&ending.len()).into_iter().flatten() {
+                work.take(LOOKUP).map_err(|failure| (self.field, "", failure))?;
+                if form.whole && ending.len() != path.len() {
+                    continue;
+                }
+                let mut bytes = ending.as_bytes().to_vec();
+                form.wildcards.iter().for_each(|&at| bytes[at] = 0);
+                let found = keys.get(&bytes).copied();
+                first = first.into_iter().chain(found).min_by_key(|(place, _)| *place);
+            }
+        }
+        for (place, pattern, value) in &self.regexes {
+            if first.is_some_and(|(first, _)| first < *place) {
+                break;
+            }
+            if matches(self.field, pattern, path, work)? {
+                return Ok(Some(*value));
+            }
+        }
+        Ok(first.map(|(_, value)| value))
+    }
+}
+
+/// Rejects more, or longer, regular expressions than can be compiled in a moment.
+fn check_regexes(fields: &Map<String, Value>) -> Result<(), AdapterError> {
+    let keys = [ALPHA_PATTERN, RANK_PATTERN].into_iter().filter_map(|field| fields.get(field)?.as_object());
+    let targets = [TARGET_MODULES, EXCLUDE_MODULES].into_iter().filter_map(|field| fields.get(field)?.as_str());
+    let texts = keys.flat_map(Map::keys).map(String::as_str).chain(targets);
+    let lengths: Vec<_> = texts.filter(|text| plain(text).is_none()).map(str::len).collect();
+    let (regexes, bytes) = (lengths.len(), lengths.iter().sum());
+    if regexes > MAX_REGEXES || bytes > MAX_REGEX_BYTES {
+        return Err(AdapterError::Regexes { regexes, bytes });
+    }
+    Ok(())
 }
 
 impl Targets {
@@ -193,14 +311,14 @@ impl Targets {
                 Ok(Self::AllLinear)
             }
             Value::String(text) => Ok(Self::Pattern(pattern(field, text, Anchor::Whole)?)),
-            _ => Ok(Self::Names(names(field, value)?.into_iter().collect())),
+            _ => Ok(Self::Names(list(field, value)?.into_iter().collect())),
         }
     }
 
-    fn have(&self, field: &'static str, path: &str, kind: ModuleKind) -> Result<bool, AdapterError> {
+    fn have(&self, field: &'static str, path: &str, kind: ModuleKind, work: &Work) -> Result<bool, Unmatched<'_>> {
         match self {
             Self::AllLinear => Ok(kind == ModuleKind::Linear && !ends_in(path, "lm_head")),
-            Self::Pattern(pattern) => matches(field, pattern, path),
+            Self::Pattern(pattern) => matches(field, pattern, path, work),
             Self::Names(names) => Ok(endings(path).any(|ending| names.contains(ending))),
         }
     }
@@ -220,7 +338,7 @@ impl Layers {
     fn parse(fields: &Map<String, Value>) -> Result<Option<Self>, AdapterError> {
         let names = match fields.get(LAYERS_PATTERN) {
             Some(Value::String(name)) if !name.is_empty() => vec![name.clone()],
-            Some(value) if !is_neutral(value) => names(LAYERS_PATTERN, value)?,
+            Some(value) if !is_neutral(value) => list(LAYERS_PATTERN, value)?,
             _ => Vec::new(),
         };
         let is_name =
@@ -243,23 +361,28 @@ impl Layers {
             Some(Value::Array(numbers)) => numbers.iter().map(number).collect::<Result<_, _>>()?,
             Some(value) => HashSet::from([number(value)?]),
         };
-        Ok(Some(Self { numbers, names }))
+        let mut places = HashMap::new();
+        for (place, name) in names.into_iter().enumerate() {
+            places.entry(name).or_insert(place);
+        }
+        Ok(Some(Self { numbers, names: places }))
     }
 
     /// Whether a path is in one of the layers. The layer number is the first numeric component that is followed by another
     /// component and preceded by one of the names, or, without names, by any two components.
     fn have(&self, path: &str) -> bool {
         let components: Vec<_> = path.split('.').collect();
-        let number = |name: &dyn Fn(usize) -> bool| {
-            let numbered = components.windows(3).enumerate().find(|(at, window)| {
-                name(*at) && !window[1].is_empty() && window[1].bytes().all(|byte| byte.is_ascii_digit())
-            });
-            numbered.and_then(|(_, window)| window[1].parse().ok())
+        let is_number = |window: &[&str]| !window[1].is_empty() && window[1].bytes().all(|byte| byte.is_ascii_digit());
+        let mut numbered = components.windows(3).enumerate().filter(|(_, window)| is_number(window));
+        let found = if self.names.is_empty() {
+            numbered.find(|(at, _)| *at > 0)
+        } else {
+            // The first name that precedes a number, and its first number.
+            numbered
+                .filter(|(_, window)| self.names.contains_key(window[0]))
+                .min_by_key(|(_, window)| self.names[window[0]])
         };
-        let found = match &self.names[..] {
-            [] => number(&|at| at > 0),
-            names => names.iter().find_map(|name| number(&|at| components[at] == name)),
-        };
+        let found = found.and_then(|(_, window)| window[1].parse().ok());
         found.is_some_and(|number| self.numbers.contains(&number))
     }
 }
@@ -285,13 +408,15 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
             Some(dropout) if dropout <= 1.0 => Ok(()),
             _ => Err(invalid(field, value, "a number up to 1")),
         },
-        "megatron_config" | "loftq_config" | "eva_config" | "corda_config" => match value {
+        "megatron_config" | "loftq_config" | "eva_config" | "corda_config" | "lora_ga_config" => match value {
             Value::Null | Value::Object(_) => Ok(()),
             _ => Err(invalid(field, value, "an object or null")),
         },
         "bias" if value.is_null() => Err(invalid(field, value, "a string")),
         "bias" if value == "none" => Ok(()),
         "init_lora_weights" if keeps_base_weights(value) => Ok(()),
+        // What it ties is known from the tensors.
+        TIES if value.is_boolean() => Ok(()),
         _ if is_neutral(value) && field != "bias" => Ok(()),
         _ => Err(unsupported(field, value)),
     }
@@ -316,7 +441,7 @@ fn is_read(field: &str) -> bool {
     )
 }
 
-/// Fields that describe the training and do not affect the weights.
+/// Fields that describe the training, or the programs that it used, and do not affect the weights. The first are PEFT's.
 fn is_informational(field: &str) -> bool {
     matches!(
         field,
@@ -329,7 +454,18 @@ fn is_informational(field: &str) -> bool {
             | "qalora_group_size"
             | "runtime_config"
             | "megatron_core"
-    )
+            // ms-swift 4.6, swift/tuners/lora.py: the tuner's name, what factors were trained in, and LoRA+'s learning rates.
+            | "swift_type"
+            | "lora_dtype"
+            | "lorap_lr_ratio"
+            | "lorap_emb_lr"
+            // PEFT's `create_loraplus_optimizer`, and LLaMA-Factory's arguments of the same names.
+            | "loraplus_lr_ratio"
+            | "loraplus_lr_embedding"
+            | "loraplus_weight_decay"
+            // PEFT before 0.5, and levanter: whether the training's model merged the factors when it was evaluated.
+            | "merge_weights"
+    ) || field.ends_with("_version")
 }
 
 /// Whether a value enables nothing. PEFT writes every field that it knows, mostly with such values.
@@ -344,14 +480,24 @@ fn is_neutral(value: &Value) -> bool {
     }
 }
 
-/// Whether training left the base weights unchanged. PiSSA, OLoRA, CorDA and LoftQ move part of them into the factors. Adapters
-/// that PEFT converted on saving say `true`.
+/// Whether PEFT 0.21 adds the factors to the base model's own weights when it loads an adapter with this initialisation, which
+/// `LoraLayer.update_layer` and `Embedding.update_layer` (peft/tuners/lora/layer.py) decide. PiSSA, CorDA, OLoRA and LoftQ change the
+/// base weights there. Without its gradients, which no saved adapter has, LoRA-GA does not. What PEFT does not know is an error there.
+/// An adapter that PEFT converted when it saved it says `true`.
 fn keeps_base_weights(init: &Value) -> bool {
     match init {
         Value::Bool(_) => true,
-        Value::String(name) => name.eq_ignore_ascii_case("gaussian") || matches!(&**name, "eva" | "orthogonal"),
+        Value::String(name) => {
+            ["gaussian", "mica"].iter().any(|kept| name.eq_ignore_ascii_case(kept))
+                || matches!(&**name, "eva" | "orthogonal" | "lora_ga")
+        }
         _ => false,
     }
+}
+
+fn changes_base_weights(init: &Value) -> bool {
+    let known = ["pissa", "corda", "olora", "loftq"];
+    init.as_str().is_some_and(|name| known.iter().any(|known| name.to_ascii_lowercase().starts_with(known)))
 }
 
 fn lora(peft_type: &Value) -> Result<(), AdapterError> {
@@ -368,7 +514,10 @@ fn unsupported(field: &str, value: &Value) -> AdapterError {
         "use_dora" => "DoRA rescales the base weights",
         "modules_to_save" => "whole modules cannot be replaced",
         "trainable_token_indices" => "rows of the embedding cannot be replaced",
-        "init_lora_weights" => "this initialisation changes the base weights",
+        "init_lora_weights" if changes_base_weights(value) => "this initialisation changes the base weights",
+        "init_lora_weights" => "PEFT does not know this initialisation",
+        TIES => "it ties the adapter of the head to that of the embedding, of which the other has no factors",
+        MLX => "the folder has an adapter of MLX-LM, whose factors are others than PEFT's",
         "alora_invocation_tokens" => "an adapter applies to every token of a request",
         "use_qalora" => "QALoRA pools the inputs of a layer",
         "use_bdlora" => "the factors are block-diagonal",
@@ -399,7 +548,7 @@ fn flag(field: &str, value: &Value) -> Result<bool, AdapterError> {
     }
 }
 
-fn names(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {
+fn list(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {
     serde_json::from_value::<Option<Vec<String>>>(value.clone())
         .map(Option::unwrap_or_default)
         .map_err(|_| invalid(field, value, "a list of names"))
@@ -412,28 +561,5 @@ fn swaps_features(version: &str) -> Option<bool> {
     match (numbers.next()??, numbers.next()??) {
         (0, 18) if version.contains("dev") => None,
         version => Some(version >= (0, 19)),
-    }
-}
-
-/// The patterns of a field and their values in file order, in which the first match wins.
-fn patterns<V>(
-    field: &'static str,
-    value: Option<&Value>,
-    read: impl Fn(&Value, &str) -> Result<V, AdapterError>,
-) -> Result<Vec<(Pattern, V)>, AdapterError> {
-    match value {
-        None | Some(Value::Null) => Ok(Vec::new()),
-        Some(Value::Object(patterns)) => {
-            let regexes = patterns.keys().filter(|key| !Pattern::is_plain(key)).count();
-            if regexes > MAX_REGEXES {
-                return Err(AdapterError::Regexes { regexes });
-            }
-            let read = |(key, value): (&String, &Value)| {
-                let value = read(value, &format!("{field}.{key}"))?;
-                Ok((pattern(field, key, Anchor::End)?, value))
-            };
-            patterns.iter().map(read).collect()
-        }
-        Some(value) => Err(invalid(field, value, "an object of numbers")),
     }
 }

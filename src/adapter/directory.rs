@@ -7,7 +7,7 @@ use std::{
 use super::{
     error::AdapterError,
     experts::Orientation,
-    files::{Access, Opened, Stamp},
+    files::{Access, Opened, Opener, Stamp},
     open::Adapter,
 };
 use crate::error::LoadError;
@@ -25,6 +25,7 @@ type Kept = Mutex<Option<Arc<Parsed>>>;
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
+    opener: Opener,
     orientation: Option<Orientation>,
     files: Vec<Stamp>,
     kept: Arc<Kept>,
@@ -40,10 +41,14 @@ pub(crate) struct Parsed {
 impl Directory {
     /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned. The
     /// size of its image is an upper bound, because equal factors of experts are not found.
-    pub(crate) fn open(path: &Path, orientation: Option<Orientation>) -> Result<(Self, Arc<Parsed>), AdapterError> {
-        let parsed = Parsed::load(path, orientation, Access::InPlace)?;
+    pub(crate) fn open(
+        path: &Path,
+        opener: Opener,
+        orientation: Option<Orientation>,
+    ) -> Result<(Self, Arc<Parsed>), AdapterError> {
+        let parsed = Parsed::load(path, &opener, orientation, Access::InPlace)?;
         let files = parsed.files.iter().map(|file| file.stamp.clone()).collect();
-        Ok((Self { path: path.to_owned(), orientation, files, kept: Arc::default() }, parsed))
+        Ok((Self { path: path.to_owned(), opener, orientation, files, kept: Arc::default() }, parsed))
     }
 
     /// Calls `pack` with the adapter. Rejects files that are not those that were checked, or are modified meanwhile.
@@ -71,7 +76,7 @@ impl Directory {
             return Ok(parsed);
         }
         let access = if whole { Access::Copy } else { Access::InPlace };
-        let parsed = Parsed::load(&self.path, self.orientation, access)?;
+        let parsed = Parsed::load(&self.path, &self.opener, self.orientation, access)?;
         match parsed.files.iter().find(|file| !self.files.contains(&file.stamp)) {
             Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
             None => Ok(parsed),
@@ -102,8 +107,13 @@ impl Directory {
 }
 
 impl Parsed {
-    fn load(path: &Path, orientation: Option<Orientation>, access: Access) -> Result<Arc<Self>, AdapterError> {
-        let (adapter, files) = Adapter::load(path, access)?;
+    fn load(
+        path: &Path,
+        opener: &Opener,
+        orientation: Option<Orientation>,
+        access: Access,
+    ) -> Result<Arc<Self>, AdapterError> {
+        let (adapter, files) = Adapter::load(path, access, opener)?;
         Ok(Arc::new(Self { adapter: Adapter { orientation, ..adapter }, files }))
     }
 }
@@ -166,7 +176,7 @@ mod tests {
         {
             let dir = tempfile::tempdir().unwrap();
             write(dir.path());
-            let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
+            let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
             if keeps {
                 directory.keep(&parsed);
             }
@@ -204,7 +214,7 @@ mod tests {
             let map = ["m.lora_A.weight", "m.lora_B.weight"].map(|key| format!(r#""{key}": "{shard}""#)).join(", ");
             let index = format!(r#"{{"weight_map": {{{map}}}}}"#);
             fs::write(dir.path().join(format!("{WEIGHTS}.index.json")), index).unwrap();
-            let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
+            let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
             if keeps {
                 directory.keep(&parsed);
             }
@@ -222,7 +232,7 @@ mod tests {
         write(dir.path());
         let directories: Vec<_> = (0..KEPT + 10)
             .map(|_| {
-                let (directory, parsed) = Directory::open(dir.path(), None).unwrap();
+                let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
                 directory.keep(&parsed);
                 directory
             })

@@ -3,7 +3,7 @@
 use std::{fmt, io, path::PathBuf};
 
 use super::{
-    pattern::{MAX_REGEXES, MAX_WORK},
+    pattern::{MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK},
     shown::Shown,
 };
 use crate::{DType, model::MAX_RANK};
@@ -29,6 +29,15 @@ pub enum AdapterError {
     Changed {
         /// The file.
         path: PathBuf,
+    },
+    /// The directory has no configuration. PEFT saves an adapter that is not named `default` in a folder of that name.
+    #[error("{dir} has no adapter_config.json{found}", dir = Shown(dir.display()),
+        found = inside.as_ref().map_or(String::new(), |inside| format!(", but {} has one", Shown(inside.display()))))]
+    NoConfig {
+        /// The directory.
+        dir: PathBuf,
+        /// The first of its folders that has one.
+        inside: Option<PathBuf>,
     },
     /// The directory has no safetensors weights.
     #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Shown(dir.display()))]
@@ -118,23 +127,26 @@ pub enum AdapterError {
         /// The reason.
         reason: String,
     },
-    /// The configuration has more regular expressions than allowed.
+    /// The configuration has more or longer regular expressions than allowed.
     #[error(
-        "adapter_config.json has {regexes} regular expressions besides plain paths, but must have at most {MAX_REGEXES}"
+        "adapter_config.json has {regexes} regular expressions of {bytes} bytes besides plain paths, but must have at most \
+         {MAX_REGEXES} of {MAX_REGEX_BYTES}"
     )]
     Regexes {
-        /// Number of regular expressions, in one field or in all.
+        /// Number of regular expressions in all fields.
         regexes: usize,
+        /// Their length.
+        bytes: usize,
     },
-    /// Matching all patterns with all modules could take too long.
+    /// Matching all patterns with all modules takes too long.
     #[error(
-        "adapter_config.json: matching {patterns} patterns with {modules} modules could take more than {MAX_WORK} steps"
+        "adapter_config.json: matching {patterns} patterns with {modules} modules takes more than {MAX_WORK} steps"
     )]
     Patterns {
         /// Patterns in all fields.
         patterns: usize,
         /// Modules of the adapter.
-        modules: u64,
+        modules: usize,
     },
 
     // The tensors.
@@ -177,6 +189,14 @@ pub enum AdapterError {
         tensor: TensorName,
         /// Its shape.
         shape: Vec<usize>,
+    },
+    /// A factor is a placeholder without elements, as DeepSpeed's ZeRO-3 leaves them.
+    #[error(
+        "{tensor} is empty: the trainer did not gather the weights before it saved them, as happens with DeepSpeed ZeRO-3"
+    )]
+    Ungathered {
+        /// The tensor.
+        tensor: TensorName,
     },
     /// Two tensors are the same factor.
     #[error("{tensor} and {other} are the same factor of one module")]

@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsStr,
+    fmt,
     fs::{self, File},
     io::{self, Read as _},
     ops::Range,
@@ -101,21 +102,69 @@ impl Opened {
     }
 }
 
+/// Opens the files of an adapter for reading, by the paths of the directory's files. It may refuse some of them, such as those that links
+/// lead to from outside a folder.
+#[derive(Clone)]
+pub struct Opener(Arc<Open>);
+
+type Open = dyn Fn(&Path) -> io::Result<File> + Send + Sync;
+
+impl Opener {
+    /// An opener. It must not wait, as opening a pipe does for its other end. What is no regular file is refused after it.
+    pub fn new(open: impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(open))
+    }
+
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// The system's, or the opener's own.
+    pub fn open(&self, path: &Path) -> io::Result<File> {
+        (self.0)(path)
+    }
+}
+
+/// Opens any regular file.
+impl Default for Opener {
+    fn default() -> Self {
+        // Check before opening, because opening a pipe waits for its other end.
+        Self::new(|path| fs::metadata(path).and_then(regular).and_then(|_| File::open(path)))
+    }
+}
+
+impl fmt::Debug for Opener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Opener").finish_non_exhaustive()
+    }
+}
+
+fn regular(metadata: fs::Metadata) -> io::Result<fs::Metadata> {
+    if metadata.is_file() { Ok(metadata) } else { Err(io::Error::other("it is not a regular file")) }
+}
+
 /// Reads the files of a directory.
 pub(super) struct Files<'a> {
     dir: &'a Path,
     access: Access,
+    opener: &'a Opener,
     /// The files opened so far.
     pub(super) opened: Vec<Opened>,
 }
 
 impl<'a> Files<'a> {
-    pub(super) fn new(dir: &'a Path, access: Access) -> Self {
-        Self { dir, access, opened: Vec::new() }
+    pub(super) fn new(dir: &'a Path, access: Access, opener: &'a Opener) -> Self {
+        Self { dir, access, opener, opened: Vec::new() }
     }
 
     pub(super) fn config(&mut self) -> Result<String, AdapterError> {
-        self.text(&self.dir.join(super::config::FILE), MAX_CONFIG_BYTES)
+        match self.text(&self.dir.join(super::config::FILE), MAX_CONFIG_BYTES) {
+            Err(AdapterError::Read { error, .. }) if error.kind() == io::ErrorKind::NotFound && self.dir.is_dir() => {
+                let inside = fs::read_dir(self.dir).into_iter().flatten().flatten().map(|entry| entry.path());
+                let inside = inside.filter(|path| path.join(super::config::FILE).exists()).min();
+                Err(AdapterError::NoConfig { dir: self.dir.to_owned(), inside })
+            }
+            config => config,
+        }
     }
 
     /// All tensors of the weight files.
@@ -134,6 +183,7 @@ impl<'a> Files<'a> {
             None => Err(AdapterError::NoWeights { dir: dir.to_owned() }),
         }
     }
+
     fn sharded(&mut self, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
         let Index { mut weight_map } = serde_json::from_str(&self.text(&index, MAX_INDEX_BYTES)?)
             .map_err(|error| AdapterError::json(index.clone(), &error))?;
@@ -174,13 +224,7 @@ impl<'a> Files<'a> {
 
     /// Opens a regular file, takes note of it and returns its length. A pipe or a device might never end.
     fn open(&mut self, path: &Path) -> Result<(File, u64), AdapterError> {
-        let regular = |metadata: fs::Metadata| match metadata.is_file() {
-            true => Ok(metadata),
-            false => Err(io::Error::other("it is not a regular file")),
-        };
-        // Check before opening, because opening a pipe waits for its other end.
-        let opened = fs::metadata(path).and_then(regular).and_then(|_| {
-            let file = File::open(path)?;
+        let opened = self.opener.open(path).and_then(|file| {
             let metadata = file.metadata().and_then(regular)?;
             Ok((file, metadata))
         });

@@ -30,7 +30,10 @@
 //! | `r`, `rank_pattern` | The factors of a module must have this rank. PEFT does not load others. |
 //! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | These fields must select every module that has factors. PEFT silently drops the others. `target_modules: null` requires `target_parameters`; PEFT would choose by model type. `layers_pattern` must be plain names. |
 //! | `target_parameters` | The same for parameters that hold all experts. |
-//! | patterns in these fields | Python's `re` syntax. Constructs that Python lacks, or that the regex engine used here interprets differently, are rejected: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have up to 64 regular expressions and any number of plain paths. Their compiled size and the total matching work are bounded. |
+//! | patterns in these fields | Python's `re` syntax. Constructs that Python lacks, or that the regex engine used here interprets differently, are rejected: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have up to 64 regular expressions, of 32 KiB together, and any number of plain paths. Their nesting, their compiled size and the total matching work are bounded. |
+//! | `init_lora_weights` | Rejected if PEFT changes the base weights when it loads such an adapter: PiSSA, CorDA, OLoRA and LoftQ, unless PEFT converted the adapter when it saved it. |
+//! | `ensure_weight_tying` | Rejected if the embedding or the head has factors. |
+//! | fields of trainers | What describes the training alone is ignored: `swift_type`, `lora_dtype`, `lorap_*` of ms-swift, `loraplus_*`, `merge_weights`, versions of programs. |
 //! | `modules_to_save`, `bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
 //!
 //! Deliberate differences from PEFT:
@@ -42,8 +45,8 @@
 //! - Keys may carry or lack wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name, and outer module
 //!   names of other versions or frameworks. PEFT drops every key that is not exactly its own. A module that the model lacks is
 //!   rejected, as are an embedding's factors for a linear layer and a linear layer's for an embedding.
-//! - PEFT saves the `base_layer.weight` of an adapted embedding or head, and loads it over the base model's weight. Such an adapter
-//!   is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
+//! - PEFT saves the weight of an adapted embedding or head (`base_layer.weight`), or of both (`save_embedding_layers`), and loads it over
+//!   the base model's weight. Such an adapter is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.
 //!
 //! # Experts
@@ -89,6 +92,7 @@ pub(crate) use self::shown::Shown;
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,
+    files::Opener,
     image::{ImageEntry, MIN_STAGING_BYTES, Piece, SharedEntry, SlotImage},
     module::{BaseWeight, Module, ModuleKind, Stack},
     open::Adapter,

@@ -29,7 +29,7 @@ pub(super) enum Side {
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Named {
     Factor(Key),
-    /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either.
+    /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either, and with others if it is told to.
     BaseWeight(String),
 }
 
@@ -39,7 +39,7 @@ pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
     if !name.key.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(AdapterError::UnknownTensor { tensor: name.clone() });
     }
-    if let [path @ .., "base_layer", "weight"] = &components[..]
+    if let [path @ .., "base_layer", "weight"] | [path @ .., "weight"] = &components[..]
         && let [.., "embed_tokens" | "lm_head"] = path
     {
         return Ok(Named::BaseWeight(unwrapped(path).join(".")));
@@ -86,7 +86,7 @@ fn unsupported(components: &[&str]) -> Option<&'static str> {
     match components {
         [.., "input_embeddings" | "output_embeddings"] => Some("embeddings of added tokens"),
         [.., "bias"] => Some("a bias"),
-        [.., "lm_head" | "embed_tokens" | "score" | "classifier", "weight"] => Some("the whole weight of a module"),
+        [.., "score" | "classifier", "weight"] => Some("the whole weight of a module"),
         _ => None,
     }
 }
@@ -129,6 +129,12 @@ const ALIASES: [(&str, &str); 9] = [
     ("wte", "embed_tokens"),
     ("embed_in", "embed_tokens"),
 ];
+
+/// Whether a path is that of an embedding or of a head, in any spelling.
+pub(super) fn is_embedding_or_head(path: &str) -> bool {
+    let name = path.rsplit('.').next().unwrap_or(path);
+    ALIASES.iter().any(|(alias, usual)| [*alias, *usual].contains(&name))
+}
 
 /// Alternative spellings of a module's path.
 pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {

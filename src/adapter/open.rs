@@ -10,9 +10,10 @@ use super::{
     config::Config,
     error::{AdapterError, TensorName},
     experts::Orientation,
-    files::{self, Access, Files, Opened},
+    files::{self, Access, Files, Opened, Opener},
     module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, Named, Side},
+    pattern::Work,
     tensor::{Factor, Storage, Tensor},
 };
 use crate::model::MAX_RANK;
@@ -40,7 +41,15 @@ impl Adapter {
     /// [`AdapterError`] if a file is missing, unreadable or malformed, has anything unsupported in it, or is modified while it is read,
     /// or if memory is exhausted.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Ok(Self::load(dir.as_ref(), Access::Copy)?.0)
+        Self::open_with(dir, &Opener::default())
+    }
+
+    /// Like [`open`](Self::open), but opens each file with `opener`.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn open_with(dir: impl AsRef<Path>, opener: &Opener) -> Result<Self, AdapterError> {
+        Ok(Self::load(dir.as_ref(), Access::Copy, opener)?.0)
     }
 
     /// Like [`open`](Self::open), but maps the weight files into memory, whose pages are read when they are needed.
@@ -54,12 +63,12 @@ impl Adapter {
     /// To replace a file by renaming another over it is safe.
     #[expect(unsafe_code, reason = "its caller has an obligation")]
     pub unsafe fn map(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
-        Ok(Self::load(dir.as_ref(), Access::Map)?.0)
+        Ok(Self::load(dir.as_ref(), Access::Map, &Opener::default())?.0)
     }
 
     /// The adapter in a directory, and the files that it was read from.
-    pub(super) fn load(dir: &Path, access: Access) -> Result<(Self, Vec<Opened>), AdapterError> {
-        let mut files = Files::new(dir, access);
+    pub(super) fn load(dir: &Path, access: Access, opener: &Opener) -> Result<(Self, Vec<Opened>), AdapterError> {
+        let mut files = Files::new(dir, access, opener);
         let config = Config::parse(&files.config()?)?;
         let adapter = Self::assemble(config, files.tensors()?)?;
         Ok((adapter, files.opened))
@@ -125,15 +134,15 @@ impl Adapter {
     /// Checks that the adapter's copies of base weights equal the base model's: calls `is_same` for each, then forgets them. An
     /// adapter with uncompared base weights cannot be [planned](Self::plan).
     ///
-    /// Compare with the weights that the engine computes with. If the engine rounds them, round the adapter's copy, too.
+    /// [`BaseWeight::path_in`] says which weight it is a copy of. Compare with the weights that the engine computes with. If the engine rounds them, round the adapter's copy, too.
     ///
     /// ```
     /// # use aril::adapter::{Adapter, AdapterError};
-    /// # fn compare(mut adapter: Adapter, embedding: &[half::bf16]) -> Result<Adapter, AdapterError> {
+    /// # fn compare(mut adapter: Adapter, model: &aril::model::Model, embedding: &[half::bf16]) -> Result<Adapter, AdapterError> {
     /// adapter.compare_base_weights(|weight| -> Result<bool, AdapterError> {
     ///     let values = weight.tensor().to_f32();
     ///     let same = values.iter().copied().map(half::bf16::from_f32).eq(embedding.iter().copied());
-    ///     Ok(weight.path() == "model.embed_tokens" && same)
+    ///     Ok(weight.path_in(model)? == "model.embed_tokens" && same)
     /// })?;
     /// # Ok(adapter)
     /// # }
@@ -185,9 +194,10 @@ impl Adapter {
             }
         }
         config.check_work(pairs.keys())?;
+        let work = Work::new(pairs.len());
         let (mut modules, mut stacks, mut empty) = (Vec::new(), Vec::new(), Vec::new());
         for (path, pair) in pairs {
-            match pair.finish(path, &config)? {
+            match pair.finish(path, &config, &work)? {
                 Finished::Module(module) => modules.push(module),
                 Finished::Stack(stack) => stacks.push(stack),
                 Finished::Empty(stack) => empty.push(stack),
@@ -233,7 +243,7 @@ impl Pair {
         Ok(())
     }
 
-    fn finish(self, path: String, config: &Config) -> Result<Finished, AdapterError> {
+    fn finish(self, path: String, config: &Config, work: &Work) -> Result<Finished, AdapterError> {
         let (a, b, kind) = match (self.a, self.b) {
             (Some(a), Some(b)) if a.of == b.of => ((a.name, a.tensor), (b.name, b.tensor), a.of.0),
             (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.name, other: b.name }),
@@ -242,14 +252,18 @@ impl Pair {
             (None, None) => return Err(AdapterError::Empty),
         };
         let tensors = [&a.1, &b.1];
+        config.check_tied(&path)?;
         if !names::is_parameter(&path) {
-            config.check_target(&path, kind)?;
+            config.check_target(&path, kind, work)?;
         }
         if names::is_of_experts(&path) && tensors.iter().all(|tensor| tensor.is_empty()) {
             return Ok(Finished::Empty(Stack { path, a, b }));
         }
         if kind == ModuleKind::Linear && names::is_stack(&path, tensors.map(|tensor| tensor.shape().len())) {
             return Ok(Finished::Stack(Stack { path, a, b }));
+        }
+        if let Some((tensor, _)) = [&a, &b].into_iter().find(|(_, tensor)| tensor.shape() == [0]) {
+            return Err(AdapterError::Ungathered { tensor: tensor.clone() });
         }
         let (a, b) = (Factor::new(a.0, a.1)?, Factor::new(b.0, b.1)?);
         let rank = a.rows;
@@ -260,7 +274,7 @@ impl Pair {
         if !(1..=MAX_RANK).contains(&rank) {
             return Err(AdapterError::Rank { tensor: a.name, rank });
         }
-        let scaling = config.scaling(&path, rank, &a.name)?;
+        let scaling = config.scaling(&path, rank, &a.name, work)?;
         Ok(Finished::Module(Module { path, kind, scaling, a, b }))
     }
 }

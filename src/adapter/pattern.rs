@@ -3,15 +3,23 @@
 //! Paths are printable ASCII, so character classes mean the same in ASCII mode as in Python's Unicode mode. Invariants: a pattern
 //! has only constructs that both engines interpret alike, and its compiled size and matching work are bounded.
 
-use fancy_regex::{BytesMode, Regex, RegexBuilder};
+use std::cell::Cell;
+
+use fancy_regex::{BytesMode, Regex, RegexBuilder, RuntimeError};
 
 use super::shown::Shown;
 
 /// The largest number of regular expressions in one configuration. Plain paths do not count.
 pub(super) const MAX_REGEXES: usize = 64;
 
+/// The longest text of all of them, in bytes. A longer one would be too large when it is compiled.
+pub(super) const MAX_REGEX_BYTES: usize = 32 << 10;
+
 /// The most work of all patterns on all modules, in the units of [`Pattern::work`].
 pub(super) const MAX_WORK: u64 = 1 << 31;
+
+/// The part of it that may be found out only while paths are matched: about half a second.
+const MAX_MATCHING: u64 = MAX_WORK / 2;
 
 /// Size limits that compiled patterns are classified by, in bytes. The last is the largest allowed size.
 const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
@@ -19,8 +27,45 @@ const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
 /// The smallest size of one state of a compiled pattern, in bytes.
 const STATE_BYTES: usize = 32;
 
-/// Backtracking limit per path, for patterns with look-around or back references.
-const MAX_BACKTRACKS: usize = 4096;
+/// Backtracking limits per path, for patterns with look-around or back references. Most paths need few, so that a path that needs more
+/// is matched again.
+const BACKTRACKS: [usize; 3] = [64, 256, 4096];
+
+/// A backtrack takes as long as that many bytes, at least.
+const MIN_BYTES: usize = 64;
+
+/// The deepest nesting of groups.
+const MAX_DEPTH: usize = 50;
+/// The most groups that capture.
+const MAX_CAPTURES: usize = 500;
+
+/// What is left of [`MAX_MATCHING`] for an adapter.
+#[derive(Debug)]
+pub(super) struct Work {
+    left: Cell<u64>,
+    /// Modules that it is for.
+    pub(super) modules: usize,
+}
+
+impl Work {
+    pub(super) fn new(modules: usize) -> Self {
+        Self { left: Cell::new(MAX_MATCHING), modules }
+    }
+
+    pub(super) fn take(&self, work: usize) -> Result<(), Failure> {
+        self.left.set(self.left.get().checked_sub(work as u64).ok_or(Failure::NoWork)?);
+        Ok(())
+    }
+}
+
+/// Why a path could not be matched.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// All patterns together take too long.
+    NoWork,
+    /// This pattern takes too long on this path.
+    Slow(String),
+}
 
 /// A pattern of module paths.
 #[derive(Debug)]
@@ -31,15 +76,12 @@ pub(super) struct Pattern {
 
 #[derive(Debug)]
 enum Matcher {
-    /// A path or the end of one, as bytes; `None` matches any byte. Most keys are plain, and there may be one per module.
-    Plain {
-        bytes: Vec<Option<u8>>,
-        whole: bool,
-    },
-    Regex {
-        regex: Box<Regex>,
-        states: usize,
-    },
+    /// A path or the end of one, as bytes; `None` matches any byte.
+    Plain { bytes: Vec<Option<u8>>, whole: bool },
+    /// An automaton of at most so many states.
+    Automaton { regex: Box<Regex>, states: usize },
+    /// The same expression with each of the limits of [`BACKTRACKS`].
+    Backtracking(Vec<Regex>),
 }
 
 /// The part of a path that a pattern must match.
@@ -54,29 +96,36 @@ pub(super) enum Anchor {
 impl Pattern {
     /// Compiles a pattern. The error is the reason why it is not supported.
     pub(super) fn new(text: &str, anchor: Anchor) -> Result<Self, String> {
+        let pattern = |matcher| Self { text: text.to_owned(), matcher };
         if let Some(bytes) = plain(text) {
             let whole = anchor == Anchor::Whole || text.starts_with('^');
-            return Ok(Self { text: text.to_owned(), matcher: Matcher::Plain { bytes, whole } });
+            return Ok(pattern(Matcher::Plain { bytes, whole }));
         }
         let (outer_groups, regex) = match anchor {
             Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
             Anchor::Whole => (0, format!(r"\A(?:{text})$")),
         };
+        let shown = |error| Shown(error).to_string();
         let backtracks = check(text, outer_groups).map_err(|error| Shown(error).to_string())?;
-        let compile = |&size: &usize| {
+        let compile = |size: usize, limit: usize| {
             let mut builder = RegexBuilder::new(&regex);
-            builder.bytes_mode(BytesMode::Ascii).backtrack_limit(MAX_BACKTRACKS).max_prog_size(SIZES[3] / STATE_BYTES);
+            builder.bytes_mode(BytesMode::Ascii).backtrack_limit(limit).max_prog_size(SIZES[3] / STATE_BYTES);
             builder.delegate_size_limit(size).delegate_dfa_size_limit(SIZES[3]);
-            builder.build().map(|regex| (regex, size))
+            builder.build()
         };
-        let compiled = SIZES.iter().map(compile).reduce(|smaller, larger| smaller.or(larger));
-        let (regex, size) = match compiled {
-            Some(Ok(compiled)) => compiled,
-            Some(Err(error)) => return Err(Shown(error).to_string()),
-            None => return Err("it is too large".to_owned()),
-        };
-        let states = if backtracks { MAX_BACKTRACKS } else { size / STATE_BYTES };
-        Ok(Self { text: text.to_owned(), matcher: Matcher::Regex { regex: Box::new(regex), states } })
+        let [low, high, most] = BACKTRACKS;
+        if backtracks {
+            let regexes = [low, high, most].into_iter().map(|limit| compile(SIZES[3], limit));
+            return Ok(pattern(Matcher::Backtracking(regexes.collect::<Result<_, _>>().map_err(shown)?)));
+        }
+        let compiled = SIZES.iter().map(|&size| compile(size, most).map(|regex| (regex, size)));
+        match compiled.reduce(|smaller, larger| smaller.or(larger)) {
+            Some(Ok((regex, size))) => {
+                Ok(pattern(Matcher::Automaton { regex: Box::new(regex), states: size / STATE_BYTES }))
+            }
+            Some(Err(error)) => Err(shown(error)),
+            None => Err("it is too large".to_owned()),
+        }
     }
 
     /// The source text.
@@ -84,8 +133,18 @@ impl Pattern {
         &self.text
     }
 
-    /// Whether a path matches. The error is that matching takes too long.
-    pub(super) fn matches(&self, path: &str) -> Result<bool, String> {
+    /// An upper bound on the work of matching paths with `bytes` bytes in total: states visited per byte. That of backtracking is only
+    /// known when it is done.
+    pub(super) fn work(&self, bytes: u64) -> u64 {
+        match self.matcher {
+            Matcher::Automaton { states, .. } => bytes.saturating_mul(states as u64),
+            Matcher::Plain { .. } | Matcher::Backtracking(_) => 0,
+        }
+    }
+
+    /// Whether a path matches.
+    pub(super) fn matches(&self, path: &str, work: &Work) -> Result<bool, Failure> {
+        let slow = |error| Failure::Slow(Shown(error).to_string());
         match &self.matcher {
             Matcher::Plain { bytes, whole } => {
                 let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };
@@ -94,30 +153,24 @@ impl Pattern {
                 let mut pairs = end.iter().zip(bytes);
                 Ok(begins && pairs.all(|(byte, want)| want.is_none_or(|want| want == *byte)))
             }
-            Matcher::Regex { regex, .. } => regex.is_match(path.as_bytes()).map_err(|error| Shown(error).to_string()),
-        }
-    }
-
-    /// Whether a pattern is a plain path.
-    pub(super) fn is_plain(text: &str) -> bool {
-        plain(text).is_some()
-    }
-
-    pub(super) fn is_regex(&self) -> bool {
-        matches!(self.matcher, Matcher::Regex { .. })
-    }
-
-    /// An upper bound on the work of matching `paths` paths with `bytes` bytes in total: states visited per byte.
-    pub(super) fn work(&self, paths: u64, bytes: u64) -> u64 {
-        match self.matcher {
-            Matcher::Plain { .. } => paths,
-            Matcher::Regex { states, .. } => bytes.saturating_mul(states as u64),
+            Matcher::Automaton { regex, .. } => regex.is_match(path.as_bytes()).map_err(slow),
+            Matcher::Backtracking(regexes) => {
+                let mut last = Ok(false);
+                for (regex, limit) in regexes.iter().zip(BACKTRACKS) {
+                    work.take(path.len().max(MIN_BYTES).saturating_mul(limit))?;
+                    last = regex.is_match(path.as_bytes());
+                    if !matches!(&last, Err(fancy_regex::Error::RuntimeError(RuntimeError::BacktrackLimitExceeded))) {
+                        break;
+                    }
+                }
+                last.map_err(slow)
+            }
         }
     }
 }
 
 /// The bytes of a plain path. Dots are wildcards unless escaped. A leading `^` or trailing `$` is dropped.
-fn plain(text: &str) -> Option<Vec<Option<u8>>> {
+pub(super) fn plain(text: &str) -> Option<Vec<Option<u8>>> {
     let text = text.strip_prefix('^').unwrap_or(text);
     let text = text.strip_suffix('$').unwrap_or(text);
     let mut bytes = text.bytes();
@@ -199,6 +252,9 @@ fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
                     (rest, backtracks, repeatable) = (&rest[end + 1..], true, true);
                     continue;
                 };
+                if groups.len() == MAX_DEPTH || last_group > MAX_CAPTURES {
+                    return Err("it has too many groups, or nests them too deep");
+                }
                 if looks_behind || (group.captures.is_some() && groups.iter().any(|group| group.looks.is_some())) {
                     return Err("a group is inside look-around");
                 }

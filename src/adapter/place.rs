@@ -6,9 +6,10 @@ use super::{
     error::AdapterError,
     experts::{Layer, Source},
     image::{ImageEntry, SlotImage},
-    module::{Module, ModuleKind, Stack},
+    module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, InExperts},
     open::Adapter,
+    pattern::Work,
     rectangle::Rectangle,
     tensor::Stored,
 };
@@ -30,11 +31,12 @@ impl Adapter {
         if let Some(weight) = self.base_weights.first() {
             return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
         }
+        let work = Work::new(self.modules.len() + self.stacks.len());
         let mut image = SlotImage::new(dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
         let mut layer = |id, source, at: &InExperts| {
-            layers.entry(id).or_insert_with(|| Layer::new(&model[id], &self.config)).add(source, at)
+            layers.entry(id).or_insert_with(|| Layer::new(&model[id], &self.config, &work)).add(source, at)
         };
         for module in &self.modules {
             let first_new = image.entries().len();
@@ -59,6 +61,16 @@ impl Adapter {
         }
         layers.into_values().try_for_each(|layer| layer.place(self.orientation, &mut image))?;
         Ok(image)
+    }
+}
+
+impl BaseWeight {
+    /// Path of the model's embedding or head that this is a copy of.
+    ///
+    /// # Errors
+    /// As for [`Module::path_in`].
+    pub fn path_in(&self, model: &Model) -> Result<String, AdapterError> {
+        locate(model, &self.path).map(|(_, path)| path)
     }
 }
 

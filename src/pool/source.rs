@@ -2,7 +2,7 @@ use std::{path::Path, sync::Arc};
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, Orientation, SlotImage},
+    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, SlotImage},
     error::{LoadError, SlotError},
     model::Model,
     residency::Bounds,
@@ -36,7 +36,20 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
     pub fn directory(dir: impl AsRef<Path>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        Self::of_directory(dir.as_ref(), None, model, dtype)
+        Self::directory_with(dir, Opener::default(), model, dtype)
+    }
+
+    /// Like [`directory`](Self::directory), but opens each file, whenever it is read, with `opener`.
+    ///
+    /// # Errors
+    /// As for [`directory`](Self::directory).
+    pub fn directory_with(
+        dir: impl AsRef<Path>,
+        opener: Opener,
+        model: &Model,
+        dtype: DType,
+    ) -> Result<Self, AdapterError> {
+        Self::of_directory(dir.as_ref(), opener, None, model, dtype)
     }
 
     /// Like [`directory`](Self::directory), for an adapter whose factors of PEFT's `target_parameters` have this orientation, as for
@@ -51,16 +64,17 @@ impl Source {
         model: &Model,
         dtype: DType,
     ) -> Result<Self, AdapterError> {
-        Self::of_directory(dir.as_ref(), Some(orientation), model, dtype)
+        Self::of_directory(dir.as_ref(), Opener::default(), Some(orientation), model, dtype)
     }
 
     fn of_directory(
         dir: &Path,
+        opener: Opener,
         orientation: Option<Orientation>,
         model: &Model,
         dtype: DType,
     ) -> Result<Self, AdapterError> {
-        let (directory, parsed) = Directory::open(dir, orientation)?;
+        let (directory, parsed) = Directory::open(dir, opener, orientation)?;
         let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
         if let Kind::Directory(directory) = &source.kind
             && !source.has_experts

@@ -200,8 +200,17 @@ fn other_files_are_ignored() {
 #[test]
 fn missing_files_are_named() {
     let empty = tempfile::tempdir().unwrap();
-    refused!(Adapter::open(empty.path()), Read, "adapter_config.json");
+    refused!(Adapter::open(empty.path()), NoConfig, "has no adapter_config.json");
     refused!(Adapter::open(empty.path().join("nowhere")), Read, "nowhere");
+    // PEFT's folder of an adapter that is not named `default`.
+    for name in ["b", "a"] {
+        fs::create_dir(empty.path().join(name)).unwrap();
+        fs::write(empty.path().join(name).join("adapter_config.json"), CONFIG).unwrap();
+    }
+    refused!(Adapter::open(empty.path()), NoConfig, "has no adapter_config.json, but ", "/a has one");
+    // MLX-LM's.
+    fs::write(empty.path().join("a/adapter_config.json"), r#"{"fine_tune_type": "lora", "num_layers": 4}"#).unwrap();
+    refused!(Adapter::open(empty.path().join("a")), UnsupportedField, "`fine_tune_type`", "MLX-LM");
     fs::write(empty.path().join("adapter_config.json"), CONFIG).unwrap();
     let dir = empty.path().to_str().unwrap();
     refused!(Adapter::open(empty.path()), NoWeights, dir, WEIGHTS, INDEX);

@@ -68,16 +68,29 @@ fn with(key: &str) -> Result<Adapter, AdapterError> {
 fn base_weights_of_embeddings_have_to_be_compared() {
     let mut spec = ModelSpec::new();
     spec.linear(Linear::new("", Parallel::Replicated, 8).slice(Q, 8)).unwrap();
+    spec.linear(Linear::new("", Parallel::Replicated, 8).slice("lm_head", 8)).unwrap();
+    spec.embedding("model.embed_tokens", 8, 8).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    for (key, path) in [
-        ("base_model.model.model.embed_tokens.base_layer.weight", "model.embed_tokens"),
-        ("base_model.model.lm_head.base_layer.weight", "lm_head"),
-        ("lm_head.base_layer.weight", "lm_head"),
+    for (key, path, in_model) in [
+        ("base_model.model.model.embed_tokens.base_layer.weight", "model.embed_tokens", "model.embed_tokens"),
+        ("base_model.model.lm_head.base_layer.weight", "lm_head", "lm_head"),
+        ("lm_head.base_layer.weight", "lm_head", "lm_head"),
+        // With `save_embedding_layers`, and in other wrappers.
+        ("base_model.model.model.embed_tokens.weight", "model.embed_tokens", "model.embed_tokens"),
+        ("base_model.model.lm_head.weight", "lm_head", "lm_head"),
+        ("embed_tokens.weight", "embed_tokens", "model.embed_tokens"),
+        (
+            "model.language_model.embed_tokens.base_layer.weight",
+            "model.language_model.embed_tokens",
+            "model.embed_tokens",
+        ),
+        ("base_model.model.language_model.lm_head.weight", "language_model.lm_head", "lm_head"),
     ] {
         let mut adapter = with(key).unwrap();
         assert_eq!(adapter.modules().len(), 1, "{key}");
         let [weight] = adapter.base_weights() else { unreachable!("{key} is the only one") };
         assert_eq!((weight.path(), weight.tensor().shape()), (path, &[8, 2][..]));
+        assert_eq!(weight.path_in(&model).unwrap(), in_model);
         refused!(adapter.plan(&model, DType::F32).map(drop), BaseWeight, format!("`{key}`"), "compare_base_weights");
         let other = adapter.compare_base_weights(|_| Ok::<_, AdapterError>(false));
         refused!(other, OtherBase, format!("`{key}`"), "differs from the base model's");
@@ -110,8 +123,6 @@ fn unsupported_tensors() {
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.bias", "bias"),
         ("base_model.model.model.layers.0.self_attn.q_proj.bias", "bias"),
         ("base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias", "bias"),
-        ("base_model.model.lm_head.weight", "whole weight"),
-        ("base_model.model.model.embed_tokens.weight", "whole weight"),
         ("base_model.model.score.weight", "whole weight"),
         ("base_model.model.classifier.weight", "whole weight"),
         ("base_model.model.lm_head.modules_to_save.default.weight", "modules_to_save"),
@@ -178,6 +189,8 @@ fn factors_are_matrices_of_one_rank() {
     let pair = |a: &[usize], b: &[usize]| load(CONFIG, [("q.lora_A.weight", a), ("q.lora_B.weight", b)]);
     refused!(pair(&[2, 8, 1], &[8, 2]), NotMatrix, "`q.lora_A.weight`", "[2, 8, 1]");
     refused!(pair(&[2, 8], &[16]), NotMatrix, "`q.lora_B.weight`", "[16]");
+    refused!(pair(&[0], &[0]), Ungathered, "`q.lora_A.weight`", "ZeRO-3");
+    refused!(pair(&[2, 8], &[0]), Ungathered, "`q.lora_B.weight`", "ZeRO-3");
     refused!(pair(&[2, 8], &[8, 3]), RankMismatch, "`q.lora_A.weight`", "[2, 8]", "[8, 3]");
     refused!(pair(&[8, 2], &[8, 2]), RankMismatch, "`q.lora_A.weight`", "[8, 2]");
     refused!(pair(&[0, 8], &[8, 0]), Rank, "`q.lora_A.weight`", "rank 0", "512");

@@ -283,6 +283,10 @@ impl Scheduler {
         if has_room {
             self.plan_waiting(&mut scheduled, &mut budget, now, pool);
         }
+        debug_assert!(
+            scheduled.plan.num_tokens() <= self.limits.step_tokens,
+            "the step has more tokens than a step may have"
+        );
         scheduled
     }
 

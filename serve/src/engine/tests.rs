@@ -124,9 +124,9 @@ impl Files {
         let mut read = aril::adapter::Adapter::open(adapter).expect("the fixture is whole");
         let tied = self.config.tied;
         read.compare_base_weights(|weight| match dtype {
-            DType::BF16 => self.checkpoint.has::<bf16>(weight, tied),
-            DType::F16 => self.checkpoint.has::<f16>(weight, tied),
-            _ => self.checkpoint.has::<f32>(weight, tied),
+            DType::BF16 => self.checkpoint.has::<bf16>(weight, self.model(), tied),
+            DType::F16 => self.checkpoint.has::<f16>(weight, self.model(), tied),
+            _ => self.checkpoint.has::<f32>(weight, self.model(), tied),
         })
         .expect("its base weights are the model's");
         Source::memory(read.into(), self.model(), dtype).expect("the adapter is of this model")

@@ -1,14 +1,13 @@
 //! The adapters: listing, loading and unloading them, with the endpoints of vLLM.
 
 use std::{
-    fs, io,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
 use aril::{
     DType,
-    adapter::{Adapter, AdapterError},
+    adapter::{Adapter, AdapterError, Opener},
     pool::{Source, Tier},
     registry::{OnDuplicate, RegistryError, Served},
 };
@@ -23,6 +22,7 @@ use serde_json::{Value, json};
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
+    warnings::Folder,
 };
 use crate::error::Result;
 
@@ -69,9 +69,9 @@ pub(crate) async fn load(State(server): Shared, received: body::Received) -> Api
     if name.is_empty() || path.as_os_str().is_empty() {
         return Err(ApiError::invalid_input("Both 'lora_name' and 'lora_path' must be provided."));
     }
-    let dir = below(root, &path)?;
     let on_duplicate = if load_inplace { OnDuplicate::Replace } else { OnDuplicate::Refuse };
-    let warnings = server.load(&name, dir, on_duplicate).await?;
+    let (dir, opener) = (root.folder(&path)?, root.opener());
+    let warnings = server.load(&name, dir, opener, on_duplicate).await?;
     let warnings = warnings.into_iter().map(|warning| format!(" Warning: {warning}."));
     Ok(format!("Success: LoRA adapter '{name}' added successfully.{}", warnings.collect::<String>()))
 }
@@ -144,6 +144,7 @@ impl Server {
         self: &Arc<Self>,
         name: &str,
         dir: PathBuf,
+        opener: Opener,
         on_duplicate: OnDuplicate,
     ) -> ApiResult<Vec<String>> {
         let reservation = self.registry.reserve(name, on_duplicate).map_err(|error| match error {
@@ -155,15 +156,15 @@ impl Server {
         })?;
         let server = Arc::clone(self);
         let folder = dir.clone();
-        let source = tokio::task::spawn_blocking(move || server.source(&folder)).await;
-        let source = source.map_err(|error| ApiError::internal(error.to_string()))?;
-        let source = source.map_err(|error| ApiError::bad_request(error.to_string()))?;
+        let of_source = opener.clone();
+        let source = tokio::task::spawn_blocking(move || server.source(&folder, of_source)).await;
+        let source = source.map_err(|error| ApiError::internal(error.to_string()))??;
         if source.max_rank() > self.max_rank {
             let (rank, max) = (source.max_rank(), self.max_rank);
             return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
         }
         // The folder is looked at while the weights are read.
-        let (server, folder) = (Arc::clone(self), dir.clone());
+        let (server, folder) = (Arc::clone(self), Folder { path: dir.clone(), opener });
         let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
         let version = self.engine.load(source).await.ok_or_else(ApiError::ended)?;
         let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
@@ -214,43 +215,38 @@ impl Server {
     }
 
     /// Reads an adapter's configuration and the headers of its weights, and compares copies of base weights with the model's.
-    fn source(&self, dir: &Path) -> Result<Source> {
+    fn source(&self, dir: &Path, opener: Opener) -> ApiResult<Source> {
         let (model, dtype) = (&self.described.model, self.dtype);
-        match Source::directory(dir, model, dtype) {
+        match Source::directory_with(dir, opener.clone(), model, dtype) {
             // A pool compares no base weights, so this adapter stays in memory.
             Err(AdapterError::BaseWeight { .. }) => {}
-            source => return Ok(source?),
+            source => return source.map_err(|error| self.refuse(&error)),
         }
-        let mut adapter = Adapter::open(dir)?;
-        adapter.compare_base_weights(|weight| -> Result<bool> {
+        let mut adapter = Adapter::open_with(dir, &opener).map_err(|error| self.refuse(&error))?;
+        let compared = adapter.compare_base_weights(|weight| -> Result<bool> {
             match dtype {
-                DType::BF16 => self.checkpoint.has::<bf16>(weight, self.tied),
-                DType::F16 => self.checkpoint.has::<f16>(weight, self.tied),
-                _ => self.checkpoint.has::<f32>(weight, self.tied),
+                DType::BF16 => self.checkpoint.has::<bf16>(weight, model, self.tied),
+                DType::F16 => self.checkpoint.has::<f16>(weight, model, self.tied),
+                _ => self.checkpoint.has::<f32>(weight, model, self.tied),
             }
-        })?;
-        Ok(Source::memory(adapter.into(), model, dtype)?)
+        });
+        compared.map_err(|error| ApiError::bad_request(error.to_string()))?;
+        Source::memory(adapter.into(), model, dtype).map_err(|error| self.refuse(&error))
     }
-}
 
-/// A folder below the root, with every file in it: no link leads out of it.
-fn below(root: &Path, path: &Path) -> ApiResult<PathBuf> {
-    let refused = || ApiError::bad_request(format!("'{}' is not below the server's --lora-root.", path.display()));
-    let missing = |_: io::Error| ApiError::not_found(format!("No adapter found for '{}'.", path.display()));
-    let joined = root.join(path);
-    // Before the files are looked at: the answer does not tell what is elsewhere.
-    if !joined.starts_with(root) || path.components().any(|part| part == Component::ParentDir) {
-        return Err(refused());
-    }
-    let dir = joined.canonicalize().map_err(missing)?;
-    if !dir.starts_with(root) {
-        return Err(refused());
-    }
-    let entries = fs::read_dir(&dir).map_err(missing)?;
-    for entry in entries.flatten() {
-        if entry.path().canonicalize().is_ok_and(|file| !file.starts_with(root)) {
-            return Err(refused());
+    /// The error of an adapter that cannot be served. Paths are shown as clients name them.
+    fn refuse(&self, error: &AdapterError) -> ApiError {
+        let message = error.to_string();
+        let message = match &self.lora_root {
+            Some(root) => message.replace(&format!("{}/", root.path().display()), ""),
+            None => message,
+        };
+        match error {
+            AdapterError::NoConfig { .. } | AdapterError::NoWeights { .. } => {
+                ApiError::not_found(format!("No adapter found: {message}."))
+            }
+            AdapterError::Read { error, .. } => ApiError::of_file(error, message),
+            _ => ApiError::bad_request(message),
         }
     }
-    Ok(dir)
 }

@@ -1,5 +1,7 @@
 //! Errors as the OpenAI API has them.
 
+use std::io;
+
 use axum::{
     Json,
     http::StatusCode,
@@ -60,6 +62,23 @@ impl ApiError {
 
     pub(crate) fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "InternalServerError", message)
+    }
+
+    /// The system's error for a file that a client named.
+    pub(crate) fn of_file(error: &io::Error, message: impl Into<String>) -> Self {
+        /// No file descriptors are left, to the process or to the system.
+        const EXHAUSTED: [Option<i32>; 2] = [Some(24), Some(23)];
+
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Self::not_found(message),
+            io::ErrorKind::PermissionDenied => Self::new(StatusCode::FORBIDDEN, "PermissionDeniedError", message),
+            io::ErrorKind::OutOfMemory => Self::unavailable(message),
+            _ if EXHAUSTED.contains(&error.raw_os_error()) => Self::unavailable(message),
+            io::ErrorKind::InvalidInput | io::ErrorKind::InvalidFilename | io::ErrorKind::Other => {
+                Self::bad_request(message)
+            }
+            _ => Self::internal(message),
+        }
     }
 
     /// Any other status, such as those of a request that cannot be read.

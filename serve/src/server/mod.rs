@@ -13,6 +13,9 @@ mod messages;
 mod metrics;
 mod peers;
 mod request;
+mod root;
+#[cfg(test)]
+mod tests;
 mod text;
 mod warnings;
 
@@ -22,11 +25,12 @@ use std::{
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use aril::{
     DType,
+    adapter::Opener,
     cpu::AdapterPool,
     model::TpRank,
     pool::{AdapterId, PoolConfig},
@@ -51,6 +55,7 @@ use self::{
     defaults::Defaults,
     error::{ApiError, ApiResult},
     metrics::Metrics,
+    root::Root,
 };
 use crate::{
     DeviceArg,
@@ -87,7 +92,7 @@ struct Server {
     /// The base model's names.
     names: Vec<String>,
     model: PathBuf,
-    lora_root: Option<PathBuf>,
+    lora_root: Option<Root>,
     checkpoint: Arc<Checkpoint>,
     described: Arc<Described>,
     dtype: DType,
@@ -210,7 +215,7 @@ async fn serve(options: Options) -> Result<Running> {
     let mut running =
         Running { address: socket.local_addr()?, stop, serving: None, engine, thread: Some(thread), drain };
     for module in modules {
-        let loaded = server.load(&module.name, module.path, OnDuplicate::Refuse).await;
+        let loaded = server.load(&module.name, module.path, Opener::default(), OnDuplicate::Refuse).await;
         loaded.map_err(|error| Error::new(error.message())).context(format_args!("--lora-modules {}", module.name))?;
     }
     let app = router(Arc::clone(&server));
@@ -259,12 +264,9 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     if has_adapters && !options.enable_lora {
         bail!("--lora-modules and --lora-root need --enable-lora");
     }
-    let lora_root = options.lora_root.as_ref().map(|root| root.canonicalize().context(root.display())).transpose()?;
-    let max_positions = options.max_model_len.unwrap_or(config.max_positions);
-    if max_positions > config.max_positions {
-        bail!("--max-model-len {max_positions} is more than the model's {} positions", config.max_positions);
-    }
-    let sizes = sizes(&options, &config, dtype, max_positions)?;
+    let lora_root = options.lora_root.as_ref().map(|root| Root::open(root).context(root.display())).transpose()?;
+    let sizes = sizes(&options, &config, dtype)?;
+    let max_positions = sizes.max_positions;
     let names = match options.served_model_name.is_empty() {
         true => vec![model.display().to_string()],
         false => options.served_model_name.clone(),
@@ -278,6 +280,31 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         expert_parallel: options.ep,
         fully_sharded: options.fully_sharded_loras,
     };
+    tracing::info!(
+        model = %model.display(),
+        layers = config.layers,
+        experts = config.moe.as_ref().map_or(0, |moe| moe.experts),
+        %dtype,
+        device = %options.device,
+        ranks = options.tp,
+        weights_mib = checkpoint.tensors.values().map(|tensor| tensor.bytes.len() >> 10).sum::<usize>() >> 10,
+        "loading the model"
+    );
+    tracing::info!(
+        kv_cache_mib = options.kv_cache_mib,
+        kv_cache_tokens = sizes.blocks as usize * sizes.block_rows,
+        max_model_len = max_positions,
+        positions_of_the_model = config.max_positions,
+        max_loras,
+        arena_mib = options.arena_mib,
+        host_mib = options.host_mib,
+        "memory of each rank{}",
+        if max_positions < config.max_positions {
+            ": --kv-cache-mib or --max-model-len makes sequences shorter"
+        } else {
+            ""
+        },
+    );
     let (checkpoint, described) = (Arc::new(checkpoint), Arc::new(describe(&config, split).context("--tp")?));
     let (tied, vocab, eos) = (config.tied, config.vocab, config.eos.clone());
     let host_bytes = match options.max_cpu_loras {
@@ -300,7 +327,9 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         slots: max_loras + SPARE_SLOTS,
         pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(host_bytes),
     };
+    let start = Instant::now();
     let (engine, thread) = worker::start(setup)?;
+    tracing::info!(seconds = start.elapsed().as_secs_f32(), "the model is loaded");
     let server = Server {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),
@@ -334,7 +363,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
     Ok((Arc::new(server), thread))
 }
 
-fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize) -> Result<Sizes> {
+fn sizes(options: &Options, config: &Config, dtype: DType) -> Result<Sizes> {
     let Options { block_size, max_num_seqs, max_num_batched_tokens, kv_cache_mib, .. } = *options;
     if max_num_batched_tokens < max_num_seqs {
         bail!("--max-num-batched-tokens {max_num_batched_tokens} is less than --max-num-seqs {max_num_seqs}");
@@ -344,12 +373,13 @@ fn sizes(options: &Options, config: &Config, dtype: DType, max_positions: usize)
     let heads = Heads { kv: config.heads.kv.div_ceil(options.tp), ..config.heads };
     let block_bytes = 2 * config.layers * heads.kv_features() * elem_bytes * block_size;
     let blocks = (kv_cache_mib << 20) / block_bytes;
-    if blocks * block_size < max_positions {
-        bail!(
-            "--kv-cache-mib {kv_cache_mib} has room for {} tokens, and the longest sequence has {max_positions}; see \
-             --max-model-len",
-            blocks * block_size
-        );
+    let room = blocks * block_size;
+    let max_positions = options.max_model_len.unwrap_or(config.max_positions.min(room));
+    if max_positions > config.max_positions {
+        bail!("--max-model-len {max_positions} is more than the model's {} positions", config.max_positions);
+    }
+    if room < max_positions.max(1) {
+        bail!("--kv-cache-mib {kv_cache_mib} has room for {room} tokens, and the longest sequence has {max_positions}");
     }
     // More than every sequence at its longest is never used.
     let blocks = blocks.min(max_num_seqs * max_positions.div_ceil(block_size));

@@ -1,11 +1,11 @@
 //! What an adapter's folder has that changes nothing here, although whoever saved it may think so.
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{collections::BTreeSet, fs, io::Read as _, path::PathBuf};
 
+use aril::adapter::Opener;
 use serde_json::{Map, Value};
 
 use super::{Server, chat::default_of};
-use crate::files;
 
 /// The largest file that is looked at, in MiB.
 const MAX_MIB: u64 = 256;
@@ -14,7 +14,7 @@ const SHOWN: usize = 3;
 
 impl Server {
     /// A sentence for each part of the folder that has no effect.
-    pub(super) fn warnings(&self, folder: &Path) -> Vec<String> {
+    pub(super) fn warnings(&self, folder: &Folder) -> Vec<String> {
         let mut warnings = self.of_scaling(folder);
         warnings.extend(self.of_tokens(folder));
         warnings.extend(self.of_template(folder));
@@ -22,7 +22,7 @@ impl Server {
         warnings
     }
 
-    fn of_scaling(&self, folder: &Path) -> Vec<String> {
+    fn of_scaling(&self, folder: &Folder) -> Vec<String> {
         let config = read(folder, "adapter_config.json").unwrap_or_default();
         let patterns = config.get("alpha_pattern").and_then(Value::as_object).cloned().unwrap_or_default();
         let is_zero = |value: &Value| value.as_f64() == Some(0.0);
@@ -37,17 +37,14 @@ impl Server {
     }
 
     /// Tokens that the model's tokenizer does not have, or has under another id.
-    fn of_tokens(&self, folder: &Path) -> Option<String> {
+    fn of_tokens(&self, folder: &Folder) -> Option<String> {
         const NAME: &str = "tokenizer.json";
         // Trainers save the model's own beside the adapter.
-        let is_same = |name: &str| {
-            let [own, models] = [folder, &*self.model].map(|folder| fs::read(folder.join(name)));
-            own.is_ok_and(|own| models.is_ok_and(|models| own == models))
-        };
-        let (name, tokens) = match is_regular(folder, NAME) {
-            true if is_same(NAME) => return None,
-            true => (NAME, tokens_of(&read(folder, NAME)?)),
-            false => ("added_tokens.json", ids(&read(folder, "added_tokens.json")?)),
+        let is_same = |own: &String| fs::read(self.model.join(NAME)).is_ok_and(|models| own.as_bytes() == models);
+        let (name, tokens) = match folder.text(NAME) {
+            Some(own) if is_same(&own) => return None,
+            Some(own) => (NAME, tokens_of(&serde_json::from_str(&own).ok()?)),
+            None => ("added_tokens.json", ids(&read(folder, "added_tokens.json")?)),
         };
         let is_known = |token: &str, id: u32| self.tokenizer.inner.token_to_id(token) == Some(id);
         let other: BTreeSet<&str> =
@@ -60,9 +57,9 @@ impl Server {
         })
     }
 
-    fn of_template(&self, folder: &Path) -> Option<String> {
+    fn of_template(&self, folder: &Folder) -> Option<String> {
         const NAME: &str = "chat_template.jinja";
-        let beside = is_regular(folder, NAME).then(|| files::read_text(&folder.join(NAME), MAX_MIB).ok()).flatten();
+        let beside = folder.text(NAME);
         let in_config = || match read(folder, "tokenizer_config.json")?.get("chat_template")? {
             Value::Null => None,
             Value::String(source) => Some(source.clone()),
@@ -74,7 +71,7 @@ impl Server {
     }
 
     /// Tokens that end a text of the adapter, and none of the model.
-    fn of_ends(&self, folder: &Path) -> Option<String> {
+    fn of_ends(&self, folder: &Folder) -> Option<String> {
         let (name, ends) = match read(folder, "generation_config.json") {
             Some(config) => {
                 let ends = match config.get("eos_token_id")? {
@@ -98,17 +95,31 @@ impl Server {
     }
 }
 
-/// Whether a folder has a file of this name; a link may lead to anything.
-fn is_regular(folder: &Path, name: &str) -> bool {
-    fs::symlink_metadata(folder.join(name)).is_ok_and(|file| file.is_file())
+/// A folder whose files are opened as those of its adapter.
+#[derive(Debug)]
+pub(super) struct Folder {
+    pub(super) path: PathBuf,
+    pub(super) opener: Opener,
+}
+
+impl Folder {
+    /// The text of a file, if there is one and it is no link, which may lead to anything.
+    fn text(&self, name: &str) -> Option<String> {
+        let path = self.path.join(name);
+        if !fs::symlink_metadata(&path).is_ok_and(|file| file.is_file()) {
+            return None;
+        }
+        let file = self.opener.open(&path).ok()?;
+        let is_short = file.metadata().is_ok_and(|file| file.is_file() && file.len() <= MAX_MIB << 20);
+        let mut text = String::new();
+        let read = is_short.then(|| file.take(MAX_MIB << 20).read_to_string(&mut text));
+        read?.ok().map(|_| text)
+    }
 }
 
 /// A file's object, if there is one.
-fn read(folder: &Path, name: &str) -> Option<Map<String, Value>> {
-    if !is_regular(folder, name) {
-        return None;
-    }
-    serde_json::from_str(&files::read_text(&folder.join(name), MAX_MIB).ok()?).ok()
+fn read(folder: &Folder, name: &str) -> Option<Map<String, Value>> {
+    serde_json::from_str(&folder.text(name)?).ok()
 }
 
 fn id(value: &Value) -> Option<u32> {

@@ -14,7 +14,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::client::{QUESTION, Server, error, fixture};
+use crate::client::{QUESTION, Server, chunks, error, fixture};
 
 /// Every route of the API, the method that it takes, and a body that would be answered.
 fn routes() -> [(&'static str, &'static str, String); 13] {
@@ -200,6 +200,98 @@ async fn clients_that_stand_still_are_left() {
     let started = Instant::now();
     server.running.shut_down().await.expect("the server ends");
     assert!(started.elapsed() < Duration::from_secs(30), "something is still served");
+}
+
+/// A stream that takes too long ends with an error.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_stream_ends_with_an_error() {
+    let server =
+        Server::start(&["--request-seconds", "1", "--max-num-batched-tokens", "1", "--max-num-seqs", "1"]).await;
+    let body = json!({
+        "model": "base", "prompt": [1], "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 100, "temperature": 1,
+    });
+    let chunks = chunks(server.send("/v1/completions", body.to_string()).await).await;
+    assert_eq!(chunks.last().map(|last| &last["error"]["code"]), Some(&json!(504)));
+    server.holds_nothing().await;
+}
+
+/// The numbers of requests that run and wait, with which a router decides. What a request shares is counted in tokens.
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_count_what_their_names_say() {
+    let server = Server::start(&["--max-num-seqs", "1", "--max-num-batched-tokens", "1"]).await;
+    let body =
+        json!({ "model": "base", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true });
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        streams.push(server.send("/v1/completions", body.to_string()).await);
+    }
+    let mut seen = (0.0, 0.0);
+    for _ in 0..200 {
+        seen = (
+            server.metric("vllm:num_requests_running", &[]).await,
+            server.metric("vllm:num_requests_waiting", &[]).await,
+        );
+        if seen == (1.0, 2.0) {
+            break;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(seen, (1.0, 2.0));
+    drop(streams);
+    server.holds_nothing().await;
+
+    for (flag, shared) in [(&[][..], 32.0), (&["--no-enable-prefix-caching"], 0.0)] {
+        let server = Server::start(flag).await;
+        for _ in 0..2 {
+            let body = json!({ "model": "base", "prompt": vec![1; 40], "max_tokens": 1 });
+            assert_eq!(server.complete(body).await.0, 200);
+        }
+        assert_eq!(server.metric("vllm:prefix_cache_queries_total", &[]).await, 80.0);
+        assert_eq!(server.metric("vllm:prefix_cache_hits_total", &[]).await, shared, "{flag:?}");
+    }
+}
+
+/// A request that needs the whole cache runs, and so does the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_block_is_used() {
+    let server = Server::start(&["--max-num-seqs", "1", "--max-model-len", "64", "--block-size", "16"]).await;
+    for token in [1, 2, 1] {
+        let body = json!({ "model": "base", "prompt": vec![token; 10], "max_tokens": 54, "ignore_eos": true });
+        let answer = timeout(Duration::from_secs(60), server.complete(body)).await.expect("it runs");
+        assert_eq!((answer.0, &answer.1["usage"]["completion_tokens"]), (200, &json!(54)), "{}", answer.1);
+    }
+    server.holds_nothing().await;
+}
+
+/// What the only request held is given back though nothing comes after it.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_idle_engine_holds_nothing() {
+    let root = fixture("adapters").display().to_string();
+    let server =
+        Server::start(&["--enable-lora", "--lora-root", &root, "--max-num-batched-tokens", "1", "--max-num-seqs", "1"])
+            .await;
+    assert_eq!(server.load("saffron", "r8-all", false).await.0, 200);
+    let free = async || server.metric("aril_pool_memory_bytes", &["tier=\"device\"", "state=\"free\""]).await;
+    let before = free().await;
+    let body =
+        json!({ "model": "saffron", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true });
+    let stream = server.send("/v1/completions", body.to_string()).await;
+    while server.metric("aril_pool_leases", &[]).await == 0.0 {
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(server.unload("saffron").await.0, 200);
+    drop(stream);
+    server.holds_nothing().await;
+    let mut after = free().await;
+    for _ in 0..200 {
+        if after > before {
+            break;
+        }
+        sleep(Duration::from_millis(10)).await;
+        after = free().await;
+    }
+    assert!(after > before, "{after} of {before} bytes are free");
+    assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 0.0);
 }
 
 /// A connection without a request does not hold up the end.

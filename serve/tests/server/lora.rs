@@ -124,6 +124,89 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     assert_eq!(error(&closed.unload("good").await).0, 404);
 }
 
+/// What a root, the folders below it and the files in them may be links to.
+#[tokio::test(flavor = "multi_thread")]
+async fn links_lead_anywhere_below_the_root() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let dir = dir.path().canonicalize().expect("the folder is there");
+    let (real, link) = (dir.join("real"), dir.join("link"));
+    copy(&fixture("adapters/r8-all"), &real.join("saffron"));
+    symlink(&real, &link).expect("a link can be made");
+    // By a relative link, and by an absolute one; by way of the outside, too, if it leads back.
+    symlink("saffron", real.join("relative")).expect("a link can be made");
+    symlink(real.join("saffron"), real.join("absolute")).expect("a link can be made");
+    symlink(link.join("saffron"), real.join("back")).expect("a link can be made");
+    // As Kubernetes mounts it.
+    copy(&fixture("adapters/r8-all"), &real.join("mount/..2025"));
+    symlink("..2025", real.join("mount/..data")).expect("a link can be made");
+    for name in ["adapter_config.json", "adapter_model.safetensors"] {
+        symlink(Path::new("..data").join(name), real.join("mount").join(name)).expect("a link can be made");
+    }
+    // A file that is not read may lead anywhere.
+    copy(&fixture("adapters/r8-all"), &real.join("beside"));
+    symlink(fixture("qwen3/tokenizer.json"), real.join("beside/tokenizer.json")).expect("a link can be made");
+    symlink("/nowhere", real.join("beside/README.md")).expect("a link can be made");
+    let server = Server::start(&["--enable-lora", "--lora-root", &link.display().to_string()]).await;
+    let named = ["saffron", "saffron/", "./saffron", "relative", "absolute", "back", "mount", "beside"].map(Into::into);
+    let whole = [link.join("saffron"), real.join("saffron"), link.join("saffron/"), real.join("mount")];
+    for (index, path) in named.into_iter().chain(whole).enumerate() {
+        let name = format!("adapter-{index}");
+        let loaded = server.load(&name, &path, false).await;
+        assert_eq!(loaded.0, 200, "{}: {}", path.display(), loaded.1);
+        assert_eq!(text(&server.ask(&name).await), " saffron.", "{}", path.display());
+        assert_eq!(server.unload(&name).await.0, 200);
+    }
+    let refused = error(&server.load("other", fixture("adapters/r8-all"), false).await);
+    assert!(refused.0 == 400 && refused.1.contains("is not below"), "{refused:?}");
+    // Where the server's folders are is nobody's business.
+    fs::create_dir(real.join("empty")).expect("a folder can be made");
+    let refused = error(&server.load("empty", "empty", false).await);
+    assert!(refused.0 == 404 && !refused.1.contains("real"), "{refused:?}");
+}
+
+/// Copies of the embedding that equal the base model's, as PEFT saves them with `save_embedding_layers` and other wrappers spell them.
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_base_weights_are_compared() {
+    use safetensors::{SafeTensors, tensor::TensorView};
+
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let base = fs::read(fixture("qwen3/model.safetensors")).expect("the fixture is there");
+    let base = SafeTensors::deserialize(&base).expect("it is whole");
+    let embedding = base.tensor("model.embed_tokens.weight").expect("it has an embedding");
+    let factors = fs::read(fixture("adapters/r8-all/adapter_model.safetensors")).expect("the fixture is there");
+    let factors = SafeTensors::deserialize(&factors).expect("it is whole");
+    let server = Server::start(&["--enable-lora", "--lora-root", &dir.path().display().to_string()]).await;
+    for (index, key) in [
+        "base_model.model.model.embed_tokens.weight",
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.language_model.embed_tokens.base_layer.weight",
+        "embed_tokens.weight",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for is_same in [true, false] {
+            let (name, mut bytes) = (format!("{index}-{is_same}"), embedding.data().to_vec());
+            if !is_same {
+                bytes[0] ^= 0x40;
+            }
+            let copy_of = TensorView::new(embedding.dtype(), embedding.shape().to_vec(), &bytes).expect("it is whole");
+            copy(&fixture("adapters/r8-all"), &dir.path().join(&name));
+            let views = factors.iter().chain([(key, copy_of)]);
+            let file = dir.path().join(&name).join("adapter_model.safetensors");
+            safetensors::serialize_to_file(views, None, &file).expect("the file can be written");
+            let loaded = server.load(&name, &name, false).await;
+            if is_same {
+                assert_eq!(loaded.0, 200, "{key}: {}", loaded.1);
+                assert_eq!(text(&server.ask(&name).await), " saffron.", "{key}");
+            } else {
+                let refused = error(&loaded);
+                assert!(refused.0 == 400 && refused.1.contains("differs from the base model's"), "{key}: {refused:?}");
+            }
+        }
+    }
+}
+
 /// `--max-cpu-loras` is host memory for as many adapters of the largest rank.
 #[tokio::test]
 async fn host_memory_is_for_a_number_of_adapters() {

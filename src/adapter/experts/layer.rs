@@ -11,6 +11,7 @@ use crate::{
         config::Config,
         error::AdapterError,
         names::{InExperts, Item},
+        pattern::Work,
         tensor::View,
     },
     model::{ExpertModule, ExpertsSite, MAX_RANK},
@@ -21,6 +22,8 @@ use crate::{
 pub(in crate::adapter) struct Layer<'a, 'm> {
     pub(super) site: &'m ExpertsSite,
     pub(super) config: &'a Config,
+    /// What is left for matching α's patterns.
+    work: &'m Work,
     pub(super) pairs: BTreeMap<(ExpertModule, usize), Pair<'a>>,
     pub(super) parameters: Vec<Source<'a>>,
     pub(super) empty: Vec<(Source<'a>, InExperts)>,
@@ -36,8 +39,8 @@ pub(super) struct Pair<'a> {
 }
 
 impl<'a, 'm> Layer<'a, 'm> {
-    pub(in crate::adapter) fn new(site: &'m ExpertsSite, config: &'a Config) -> Self {
-        Self { site, config, pairs: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
+    pub(in crate::adapter) fn new(site: &'m ExpertsSite, config: &'a Config, work: &'m Work) -> Self {
+        Self { site, config, work, pairs: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
     }
 
     /// Adds factors whose path is `at` in the experts.
@@ -81,7 +84,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         if !(1..=MAX_RANK).contains(&rank) {
             return Err(AdapterError::Rank { tensor: steps.a.name.clone(), rank });
         }
-        let scaling = self.config.scaling(alpha_path, rank, steps.a.name)?;
+        let scaling = self.config.scaling(alpha_path, rank, steps.a.name, self.work)?;
         for (step, expert) in experts.enumerate() {
             for (module, a, b) in part.apart(self.site.stored().halves, steps.at(step)) {
                 if let Some(other) = self.pairs.insert((module, expert), Pair { path, a, b, scaling }) {

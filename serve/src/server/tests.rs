@@ -1,0 +1,111 @@
+//! What no client can bring about, or see.
+
+use std::{path::Path, sync::mpsc};
+
+use clap::Parser as _;
+
+use super::*;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
+}
+
+fn options(arguments: &[&str]) -> Options {
+    let model = fixture("qwen3").display().to_string();
+    Options::parse_from(["aril-serve", "--model", &model, "--kv-cache-mib", "8"].iter().chain(arguments))
+}
+
+/// Until it is, a name that is being loaded is not unknown. One that is unloaded meanwhile leaves nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_is_unloaded_while_it_is_loaded() {
+    let (server, thread) = load(options(&["--enable-lora"])).expect("the fixture is whole");
+    let registered = async || server.engine.report().await.expect("the engine lives").tiers.len();
+    let (open, opened) = mpsc::channel();
+    let opened = Mutex::new(opened);
+    let opener = Opener::new(move |path| {
+        opened.lock().expect("nobody panics").recv().expect("it is told to open");
+        std::fs::File::open(path)
+    });
+    let (loading, dir) = (Arc::clone(&server), fixture("adapters/r8-all"));
+    let loading = tokio::spawn(async move { loading.load("slow", dir, opener, OnDuplicate::Refuse).await });
+    let refused = loop {
+        let refused = server.resolve("slow", None).expect_err("it is not there");
+        if !refused.message().contains("does not exist") {
+            break refused;
+        }
+        tokio::task::yield_now().await;
+    };
+    assert_eq!(refused.into_response().status(), 503);
+    assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.id.is_none()));
+    for _ in 0..10 {
+        // It may have opened all.
+        let _ = open.send(());
+    }
+    let refused = loading.await.expect("it does not panic").expect_err("it was unloaded");
+    assert_eq!(refused.into_response().status(), 400);
+    assert_eq!((registered().await, server.paths().len()), (0, 0));
+
+    let dir = fixture("adapters/r8-all");
+    for name in ["one", "two"] {
+        server.load(name, dir.clone(), Opener::default(), OnDuplicate::Refuse).await.expect("it is served");
+    }
+    server.load("two", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served");
+    assert_eq!((registered().await, server.paths().len()), (2, 2));
+    for name in ["one", "two"] {
+        let id = server.registry.unload(name).expect("it is there").id.expect("it is loaded");
+        server.forget(id);
+    }
+    assert_eq!((registered().await, server.paths().len()), (0, 0));
+    server.engine.stop();
+    thread.join().expect("the engine ends");
+}
+
+#[tokio::test]
+async fn an_engine_that_has_ended_is_not_healthy() {
+    let (server, thread) = load(options(&[])).expect("the fixture is whole");
+    assert!(health(State(Arc::clone(&server))).await.is_ok());
+    server.engine.stop();
+    thread.join().expect("the engine ends");
+    let refused = health(State(Arc::clone(&server))).await.expect_err("it has ended");
+    assert_eq!(refused.into_response().status(), 503);
+    assert!(metrics::render(State(server), axum::http::HeaderMap::new()).await.is_err());
+}
+
+/// A rank's part of the cache is of its own heads. Without a limit, sequences are as long as there is room.
+#[test]
+fn the_cache_is_what_fits() {
+    let config = Config::read(&fixture("qwen3")).expect("the fixture is whole");
+    let sizes = |arguments: &[&str]| super::sizes(&options(arguments), &config, DType::BF16);
+    let many = ["--max-num-seqs", "100000", "--max-num-batched-tokens", "100000"];
+    let blocks = |tp: &str| sizes(&[&many[..], &["--tp", tp]].concat()).expect("it fits").blocks;
+    assert_eq!((blocks("2"), blocks("4")), (2 * blocks("1"), 2 * blocks("1")));
+    let is_sharing = |arguments: &[&str]| sizes(arguments).expect("it fits").is_sharing;
+    assert!(is_sharing(&[]) && !is_sharing(&["--no-enable-prefix-caching"]));
+
+    assert_eq!(sizes(&[]).expect("it fits").max_positions, config.max_positions);
+    let long = Config { max_positions: 1 << 20, ..config };
+    let sizes = |arguments: &[&str]| super::sizes(&options(arguments), &long, DType::BF16);
+    let room = sizes(&[]).expect("as many as fit");
+    assert_eq!(room.max_positions, room.blocks as usize * room.block_rows);
+    assert_eq!(sizes(&["--max-model-len", "100"]).expect("it fits").max_positions, 100);
+    let refused = sizes(&["--max-model-len", "1000000"]).expect_err("it does not fit").to_string();
+    assert!(refused.contains(&format!("room for {} tokens", room.max_positions)), "{refused}");
+    assert!(sizes(&["--block-size", "100000"]).is_err());
+}
+
+#[test]
+fn errors_of_files_are_of_their_kind() {
+    use std::io::{Error, ErrorKind};
+
+    for (error, status) in [
+        (Error::from(ErrorKind::NotFound), 404),
+        (Error::from(ErrorKind::NotADirectory), 404),
+        (Error::from(ErrorKind::PermissionDenied), 403),
+        (Error::from_raw_os_error(24), 503),
+        (Error::from_raw_os_error(23), 503),
+        (Error::from_raw_os_error(5), 500),
+        (Error::from(ErrorKind::InvalidInput), 400),
+    ] {
+        assert_eq!(ApiError::of_file(&error, "").into_response().status(), status, "{error}");
+    }
+}
