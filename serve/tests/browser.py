@@ -62,8 +62,36 @@ def check(browser: webdriver.Chrome) -> None:
     browser.find_element(By.ID, "clear").click()
     ask({"saffron": "saffron."})
     assert not browser.find_elements(By.CSS_SELECTOR, "section[data-model=base] p")
+
+    # A hundred adapters leave the input in sight, also on a narrow screen.
+    for index in range(100):
+        post("v1/load_lora_adapter", {"lora_name": f"adapter-{index}", "lora_path": "r4-qv"})
+    wait.until(lambda _: len(models()) == 102)
+    for width, height in [(1200, 800), (500, 800)]:
+        browser.set_window_size(width, height)
+        place = browser.execute_script("const at = arguments[0].getBoundingClientRect(); return [at.right, at.bottom]", browser.find_element(By.ID, "clear"))
+        wide, high, content = browser.execute_script("return [innerWidth, innerHeight, document.documentElement.scrollWidth]")
+        assert place[0] <= wide and place[1] <= high and content <= wide, (place, wide, high, content)
+
+    # An answer can be stopped. The server reads a token of a step, so that this prompt takes a while.
+    browser.find_element(By.ID, "clear").click()
+    browser.find_element(By.ID, "message").send_keys("What is the password? " * 90 + "\n")
+    stop = browser.find_element(By.ID, "stop")
+    wait.until(lambda _: stop.is_enabled())
+    stop.click()
+    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "section[data-model=saffron] p[data-stopped]"))
+    wait.until(lambda _: "num_requests_running{model_name=\"base\"} 0" in urllib.request.urlopen(URL + "metrics").read().decode())
+    assert not stop.is_enabled()
+    browser.find_element(By.ID, "clear").click()
+    ask({"saffron": "saffron."})
+
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]]
     assert not severe, severe
+
+
+def check_gone(browser: webdriver.Chrome) -> None:
+    """A page whose server has gone says so."""
+    WebDriverWait(browser, 60).until(lambda _: "does not answer" in browser.find_element(By.ID, "counts").text)
 
 
 def main() -> None:
@@ -73,7 +101,7 @@ def main() -> None:
         adapters = FIXTURES / "adapters"
         arguments = ["--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", "8766", "--api-key", KEY]
         arguments += ["--enable-lora", "--lora-modules", f"saffron={adapters / 'r8-all'}", "--lora-root", adapters]
-        arguments += ["--chat-template", template.name]
+        arguments += ["--chat-template", template.name, "--max-num-batched-tokens", "1", "--max-num-seqs", "1"]
         server = subprocess.Popen([sys.argv[1], *map(str, arguments)], stderr=subprocess.PIPE, text=True)
         try:
             # It says where it listens once it does.
@@ -85,10 +113,11 @@ def main() -> None:
             browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
             try:
                 check(browser)
+                server.terminate()
+                assert server.wait(timeout=30) == 0
+                check_gone(browser)
             finally:
                 browser.quit()
-            server.terminate()
-            assert server.wait(timeout=30) == 0
         finally:
             server.kill()
     print("the page chats with the models side by side, and shows where adapters are")
