@@ -500,3 +500,26 @@ async fn peers_clients_find_what_they_ask_for() {
     }
     assert_eq!(text(&server.ask("base").await), " I do not know.");
 }
+
+/// Log-probabilities of a prompt are those of its tokens on two ranks as on one, whatever else runs, and in steps of few rows.
+#[tokio::test(flavor = "multi_thread")]
+async fn ranks_report_a_prompt_as_one_does() {
+    let prompt: Vec<u32> = (0..70).map(|token| token * 7 % 500).collect();
+    let mut reports: Vec<Vec<f64>> = Vec::new();
+    for arguments in
+        [vec![], vec!["--tp", "2"], vec!["--tp", "2", "--max-num-seqs", "3", "--max-num-batched-tokens", "16"]]
+    {
+        let server = Server::start(&[&["--dtype", "float32"], &*arguments].concat()).await;
+        let beside = json!({ "prompt": QUESTION, "max_tokens": 40, "ignore_eos": true, "temperature": 2.0, "n": 2, "min_p": 0.1 });
+        let ask = json!({ "prompt": prompt, "echo": true, "max_tokens": 0, "logprobs": 1 });
+        let (beside, answer) = tokio::join!(server.complete(beside), server.complete(ask));
+        assert_eq!((beside.0, answer.0), (200, 200), "{} {}", beside.1, answer.1);
+        let logprobs = answer.1["choices"][0]["logprobs"]["token_logprobs"].as_array().expect("it is a list");
+        assert!(logprobs.len() == 70 && logprobs[0].is_null());
+        reports.push(logprobs[1..].iter().map(|value| value.as_f64().expect("it is a number")).collect());
+        server.holds_nothing().await;
+    }
+    for report in &reports[1..] {
+        assert!(report.iter().zip(&reports[0]).all(|(a, b)| (a - b).abs() < 1e-3), "{report:?} {:?}", reports[0]);
+    }
+}
