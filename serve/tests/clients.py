@@ -83,12 +83,13 @@ def lm_eval(url: str, folder: str) -> str:
 
 def guidellm(url: str, folder: str) -> str:
     said = []
-    for kind in ["text_completions", "chat_completions"]:
-        output = Path(folder, f"{kind}.json")
+    for kind in ["/v1/completions", "/v1/chat/completions"]:
+        output = Path(folder, f"{len(said)}.json")
         run(
-            tool("guidellm"), "benchmark", "run", "--target", url, "--model", "saffron", "--processor", str(FIXTURES / "qwen3"),
-            "--profile", "concurrent", "--rate", "4", "--max-requests", "20", "--request-type", kind,
-            "--data", "prompt_tokens=16,output_tokens=8", "--outputs", str(output),
+            tool("guidellm"), "run", "--backend", f"kind=openai_http,target={url},model=saffron,request_format={kind}",
+            "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=20",
+            "--tokenizer", f"kind=hf_auto,model={FIXTURES / 'qwen3'}", "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+            "--output", f"kind=json,path={output}", "--disable-console",
         )
         totals = json.loads(output.read_text())["benchmarks"][0]["metrics"]["request_totals"]
         assert totals["errored"] == 0 and totals["successful"] == 20, totals
