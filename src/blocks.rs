@@ -1,20 +1,23 @@
 //! Allocation of blocks in an arena, by offset. The arena's memory is elsewhere.
 
-use std::{fmt, ops::Range};
-
-use offset_allocator::{Allocation, Allocator, ext::min_allocator_size};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    ops::Range,
+};
 
 use crate::{extent::product, plan::PlanError, residency::Usage};
 
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;
 
-/// The most blocks of an arena, free ones included.
-const MAX_BLOCKS: u32 = 1 << 17;
-
-/// The free and the used blocks of an arena.
+/// The free and the used blocks of an arena. A block takes the smallest gap that it fits in, so that adapters of one size replace each
+/// other without loss.
 pub(crate) struct Blocks {
-    allocator: Allocator,
+    /// The sizes of gaps by offset, in granules. No two of them touch.
+    gaps: BTreeMap<usize, usize>,
+    /// The same gaps, by size and offset.
+    by_size: BTreeSet<(usize, usize)>,
     capacity: usize,
     used: usize,
 }
@@ -22,8 +25,9 @@ pub(crate) struct Blocks {
 /// A used block. It is lost unless it is [freed](Blocks::free).
 #[must_use]
 pub(crate) struct Block {
-    allocation: Allocation,
-    bytes: usize,
+    /// In granules.
+    at: usize,
+    granules: usize,
 }
 
 impl fmt::Debug for Blocks {
@@ -41,17 +45,17 @@ impl fmt::Debug for Block {
 impl Block {
     /// Offset in the arena, in bytes.
     pub(crate) fn offset(&self) -> usize {
-        self.allocation.offset as usize * GRANULE_BYTES
+        self.at * GRANULE_BYTES
     }
 
     /// Size in bytes, whole granules.
     pub(crate) fn bytes(&self) -> usize {
-        self.bytes
+        self.granules * GRANULE_BYTES
     }
 
     /// Byte range in the arena.
     pub(crate) fn range(&self) -> Range<usize> {
-        self.offset()..self.offset() + self.bytes
+        self.offset()..self.offset() + self.bytes()
     }
 }
 
@@ -64,20 +68,36 @@ impl Blocks {
     /// An arena of `bytes` bytes, rounded up to whole granules. `what` names it in the error.
     pub(crate) fn new(what: &'static str, bytes: usize) -> Result<Self, PlanError> {
         let max = u32::MAX as usize * GRANULE_BYTES;
-        let granules = u32::try_from(bytes.div_ceil(GRANULE_BYTES));
-        let granules = granules.map_err(|_| PlanError::Limit { what, value: bytes, max })?;
-        // Of an arena of n granules, at most n blocks are used or free.
-        let allocator = Allocator::with_max_allocs(granules, granules.saturating_add(2).min(MAX_BLOCKS));
-        Ok(Self { allocator, capacity: whole_granules(bytes), used: 0 })
+        if bytes > max {
+            return Err(PlanError::Limit { what, value: bytes, max });
+        }
+        let mut blocks =
+            Self { gaps: BTreeMap::new(), by_size: BTreeSet::new(), capacity: whole_granules(bytes), used: 0 };
+        blocks.add_gap(0, bytes.div_ceil(GRANULE_BYTES));
+        Ok(blocks)
+    }
+
+    fn add_gap(&mut self, at: usize, granules: usize) {
+        if granules > 0 {
+            self.gaps.insert(at, granules);
+            self.by_size.insert((granules, at));
+        }
+    }
+
+    fn remove_gap(&mut self, at: usize) -> Option<usize> {
+        let granules = self.gaps.remove(&at)?;
+        self.by_size.remove(&(granules, at));
+        Some(granules)
     }
 
     /// Allocates a block; `None` if no free block is large enough.
     pub(crate) fn allocate(&mut self, bytes: usize) -> Option<Block> {
-        let granules = granules(bytes);
-        let allocation = self.allocator.allocate(u32::try_from(granules).ok()?)?;
-        let bytes = granules * GRANULE_BYTES;
-        self.used += bytes;
-        Some(Block { allocation, bytes })
+        let wanted = granules(bytes);
+        let &(gap, at) = self.by_size.range((wanted, 0)..).next()?;
+        self.remove_gap(at);
+        self.add_gap(at + wanted, gap - wanted);
+        self.used += wanted * GRANULE_BYTES;
+        Some(Block { at, granules: wanted })
     }
 
     /// Whether a block of this size fits if no other is used.
@@ -86,8 +106,12 @@ impl Blocks {
     }
 
     pub(crate) fn free(&mut self, block: Block) {
-        self.used -= block.bytes;
-        self.allocator.free(block.allocation);
+        self.used -= block.bytes();
+        let before = self.gaps.range(..block.at).next_back();
+        let before = before.filter(|&(&at, &granules)| at + granules == block.at).map(|(&at, _)| at);
+        let behind = self.remove_gap(block.at + block.granules).unwrap_or(0);
+        let first = before.and_then(|at| self.remove_gap(at)).unwrap_or(0);
+        self.add_gap(block.at - first, first + block.granules + behind);
     }
 
     pub(crate) fn usage(&self) -> Usage {
@@ -95,40 +119,26 @@ impl Blocks {
     }
 
     pub(crate) fn largest_gap(&self) -> usize {
-        self.allocator.storage_report().largest_free_region as usize * GRANULE_BYTES
+        self.by_size.last().map_or(0, |(granules, _)| granules * GRANULE_BYTES)
     }
 }
 
 /// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
 /// `beside` further bytes that are free again before the next one.
 pub(crate) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
-    let (mut total, mut spare) = (0_usize, 0);
-    for granules in blocks.into_iter().map(granules) {
-        total = total.saturating_add(granules);
-        // The allocator searches by size class, so the last block needs a gap larger than itself.
-        spare = spare.max(gap_for(granules) - granules);
-        if beside > 0 {
-            spare = spare.max(gap_for(self::granules(beside)));
-        }
-    }
-    total.saturating_add(spare).saturating_mul(GRANULE_BYTES)
+    let blocks = blocks.into_iter().map(granules).reduce(usize::saturating_add);
+    let beside = if beside > 0 { granules(beside) } else { 0 };
+    blocks.map_or(0, |blocks| blocks.saturating_add(beside).saturating_mul(GRANULE_BYTES))
 }
 
-/// Whether the allocator finds room for a block in a free one of `gap_bytes` bytes.
+/// Whether a block fits in a free one of `gap_bytes` bytes.
 pub(crate) fn fits(bytes: usize, gap_bytes: usize) -> bool {
-    // It rounds free blocks down to a size class, and requests up.
-    gap_for(granules(bytes)).saturating_mul(GRANULE_BYTES) <= gap_bytes
+    granules(bytes).saturating_mul(GRANULE_BYTES) <= gap_bytes
 }
 
 /// Granules of a block. An empty block takes one, so that every block has its own offset.
 fn granules(bytes: usize) -> usize {
     bytes.div_ceil(GRANULE_BYTES).max(1)
-}
-
-/// The smallest free block in which the allocator finds room for this many granules.
-fn gap_for(granules: usize) -> usize {
-    // Larger blocks fit no arena.
-    u32::try_from(granules).map_or(granules, |granules| min_allocator_size(granules) as usize)
 }
 
 #[cfg(test)]
@@ -153,10 +163,36 @@ mod tests {
                 prop_assert!(row.is_some(), "{beside} beside {block} of {bytes}");
                 row.into_iter().for_each(|row| free.free(row));
             }
-            // Each size class of the allocator is an eighth larger than the previous one.
             let exact: usize = blocks.iter().sum();
-            let largest = blocks.iter().copied().max().unwrap_or(0).max(beside * 8);
-            prop_assert!(bytes <= exact + largest / 8 + beside + (blocks.len() + 2) * GRANULE_BYTES);
+            prop_assert!(bytes <= exact + beside + (blocks.len() + 1) * GRANULE_BYTES);
+        }
+
+        /// Adapters of one size are replaced again and again in any slots, if one more is counted than there are slots; those of any
+        /// size in one slot, if the largest is counted twice more.
+        #[test]
+        fn what_is_replaced_leaves_room_for_the_next(
+            (others, largest) in (prop::collection::vec(1..1_000_000_usize, 0..4), 1..1_000_000_usize),
+            (slots, beside) in (1..9_usize, 1..10_000_usize),
+            replaced in prop::collection::vec((0..9_usize, 1..=100_usize), 1..200),
+            is_of_one_size: bool,
+        ) {
+            let (slots, counted) = if is_of_one_size { (slots, slots + 1) } else { (1, 3) };
+            let sizes = others.iter().map(|size| size % largest + 1).chain(std::iter::repeat_n(largest, counted));
+            let mut free = Blocks::new("the arena", bytes_for(sizes, beside)).unwrap();
+            let others: Vec<_> = others.iter().map(|size| free.allocate(size % largest + 1).unwrap()).collect();
+            let mut held: Vec<_> = (0..slots).map(|_| None).collect();
+            for (slot, percent) in replaced {
+                let bytes = if is_of_one_size { largest } else { (largest * percent).div_ceil(100) };
+                let block = free.allocate(bytes);
+                prop_assert!(block.is_some(), "{bytes} bytes in {free:?}");
+                let row = free.allocate(beside);
+                prop_assert!(row.is_some(), "{beside} bytes in {free:?}");
+                let old = std::mem::replace(&mut held[slot % slots], block);
+                old.into_iter().chain(row).for_each(|block| free.free(block));
+            }
+            held.into_iter().flatten().chain(others).for_each(|block| free.free(block));
+            let usage = free.usage();
+            prop_assert_eq!((usage.used, usage.largest_gap), (0, usage.capacity));
         }
     }
 

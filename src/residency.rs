@@ -60,8 +60,7 @@ impl Usage {
         self.capacity - self.used
     }
 
-    /// The part of the free bytes outside the largest free block, from 0 to 1. The allocator counts a block by its size class, so
-    /// an empty arena may have a fragmentation of up to an eighth.
+    /// The part of the free bytes outside the largest free block, from 0 to 1.
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
     pub fn fragmentation(&self) -> f64 {
         if self.free() == 0 { 0.0 } else { 1.0 - self.largest_gap as f64 / self.free() as f64 }

@@ -115,12 +115,13 @@ impl WeightTable {
 
     /// Size of an arena in bytes that has room for all these adapters, loaded one at a time in any order.
     ///
-    /// It is more than the sum of [`SlotImage::bytes`]: a load also needs [`num_entries`](Model::num_entries) [`Descriptor`]s, and the
-    /// allocator a free block that is up to an eighth larger than the adapter.
+    /// It is more than the sum of [`SlotImage::bytes`]: sizes are rounded up to 256 bytes, and a load also needs
+    /// [`num_entries`](Model::num_entries) [`Descriptor`]s.
     ///
-    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once. The allocator may not
-    /// find a free block of just an adapter's size, such as a replaced adapter leaves; count the largest one three times for one slot that is
-    /// replaced again and again.
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once. That is enough for
+    /// adapters of one size. Where sizes differ, a replaced adapter may leave a gap that is too small for the next one: count the largest
+    /// one three times for one slot that is replaced again and again; for several slots no number is always enough, and a load that finds no
+    /// gap is refused ([`LoadError::Full`]).
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();

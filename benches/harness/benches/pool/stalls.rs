@@ -122,8 +122,8 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
     let image = adapter.plan(&model, DType::BF16)?;
 
     let capacity = Capacity::tokens(TOKENS).slots(TOKENS + 1).rank(RANK);
-    // Freed memory is found again only by smaller adapters or beside other free memory.
-    let arena_bytes = WeightTable::arena_bytes((0..TOKENS + 4).map(|_| &image));
+    // Beside those of the step, one that is loaded again and again.
+    let arena_bytes = WeightTable::arena_bytes((0..TOKENS + 2).map(|_| &image));
     let weights = WeightTable::new(&gpu.queue()?, &model, DType::BF16, capacity, arena_bytes)?;
     let slots = (0..TOKENS).map(|slot| Ok(Slot::new(slot.try_into()?))).collect::<Result<Vec<_>>>()?;
     // Not by `load`, the first of which is to be measured.
