@@ -68,9 +68,41 @@ impl Drop for Closed<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
+    use std::{sync::atomic::AtomicBool, time::Duration};
 
     use super::*;
+
+    /// What a thread of its own does meanwhile. It must wait for `guard`, which is dropped later.
+    fn waits_for<G>(guard: G, act: impl FnOnce() + Send) {
+        let has_acted = AtomicBool::new(false);
+        thread::scope(|threads| {
+            let acting = threads.spawn(|| {
+                act();
+                has_acted.store(true, Ordering::SeqCst);
+            });
+            thread::sleep(Duration::from_millis(50));
+            assert!(!has_acted.load(Ordering::SeqCst) && !acting.is_finished(), "it did not wait");
+            drop(guard);
+        });
+        assert!(has_acted.into_inner());
+    }
+
+    #[test]
+    fn a_gate_is_not_closed_while_somebody_is_within() {
+        let gate = Gate::default();
+        let (first, second) = (gate.enter(), gate.enter());
+        drop(first);
+        waits_for(second, || drop(gate.close()));
+        drop(gate.enter());
+    }
+
+    #[test]
+    fn a_closed_gate_is_not_entered() {
+        let gate = Gate::default();
+        waits_for(gate.close(), || drop(gate.enter()));
+        waits_for(gate.close(), || drop(gate.close()));
+        drop(gate.close());
+    }
 
     /// Threads look at a flag within the gate and act on it later; others change the flag while the gate is closed. No flag changes
     /// between a look and what follows, nobody waits for ever, and threads enter within the gate.
