@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::{
-    CudaContext, CudaEvent,
+    CudaContext, CudaEvent, CudaStream,
     result::{self, stream::StreamKind},
     sys,
 };
@@ -63,6 +63,23 @@ impl CopyStream for OwnStream {
         let _relaxed = Relaxed::new();
         // SAFETY: the stream is alive.
         Ok(unsafe { result::stream::synchronize(self.stream) }?)
+    }
+}
+
+/// The stream of an engine.
+impl CopyStream for CudaStream {
+    type Event = CudaEvent;
+    type Error = LaunchError;
+
+    fn record(&self, event: &CudaEvent) -> Result<(), LaunchError> {
+        Ok(event.record(self)?)
+    }
+
+    fn synchronize(&self) -> Result<(), LaunchError> {
+        self.context().bind_to_thread()?;
+        let _relaxed = Relaxed::new();
+        // SAFETY: the stream is alive.
+        Ok(unsafe { result::stream::synchronize(self.cu_stream()) }?)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use cudarc::driver::result;
+use cudarc::driver::{CudaEvent, result};
 
 use super::{
     Filled, HostAdapter, HostMemory, LaunchError, Queue, Reservation, Staging,
@@ -16,13 +16,13 @@ use crate::{
     DType, Slot,
     adapter::SlotImage,
     blocks::{self, Block},
-    copies::Arena as _,
+    copies::{Arena as _, Copies},
     error::{LoadError, SlotError},
     extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     pool::PoolError,
-    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
+    residency::{Blocks, Bounds, Resident, SlotInfo, Slots, Usage},
     routing::Batch,
 };
 
@@ -238,15 +238,12 @@ impl WeightTable {
         self.check_owner()?;
         let [block, staged] = room.blocks();
         let (staged, bytes) = (arena.address(staged), block.bytes());
-        let done = Arc::new(queue.new_event()?);
-        slots.changing(&mut blocks, index, || {
+        let done = self.change_row(&mut blocks, index, |row| {
             if let Some(written) = room.written() {
                 queue.stream().wait(written)?;
             }
-            let row = self.shared.row(index);
             // SAFETY: both rows belong to this table and have the same length. The stream orders their uses.
-            unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?;
-            Ok::<_, LaunchError>(done.record(queue.stream())?)
+            Ok(unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?)
         })?;
         let [block, staged] = room.into_blocks();
         let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, Some(block))?;
@@ -265,18 +262,30 @@ impl WeightTable {
         let _entered = queue.enter()?;
         let mut blocks = slots.lock();
         self.check_owner()?;
-        let done = Arc::new(queue.new_event()?);
-        slots.changing(&mut blocks, index, || {
-            let row = self.shared.row(index);
+        let done = self.change_row(&mut blocks, index, |row| {
             // SAFETY: the row belongs to this table, and the stream orders its uses.
-            unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
-            Ok::<_, LaunchError>(done.record(queue.stream())?)
+            Ok(unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?)
         })?;
         let old = slots.take(&mut blocks, slot)?;
         if let Some(old) = old.flatten() {
             arena.give_back([old], Some(done));
         }
         Ok(())
+    }
+
+    /// Enqueues a change of a slot's row, which is all that `change` enqueues, and returns the event behind it. Once the change is
+    /// enqueued, no error is returned: if the driver refuses the event, the change has run.
+    fn change_row(
+        &self,
+        blocks: &mut Blocks<Option<Block>>,
+        index: usize,
+        change: impl FnOnce(DeviceRegion) -> Result<(), LaunchError>,
+    ) -> Result<Arc<CudaEvent>, LaunchError> {
+        let Shared { queue, slots, .. } = &*self.shared;
+        let mut changes = Copies::begin(queue.stream(), queue.new_event()?);
+        slots.changing(blocks, index, || change(self.shared.row(index)))?;
+        let _ = changes.end();
+        Ok(Arc::clone(changes.end_event()))
     }
 
     /// Rejects adapters that have been unloaded or replaced. Takes no lock.
