@@ -37,7 +37,8 @@ impl<T: DeviceRepr> Buffer<T> {
     /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
     ///
     /// # Errors
-    /// [`LaunchError::WrongStream`] if it was allocated on another stream, or [`LaunchError::Capturing`].
+    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on another stream,
+    /// [`LaunchError::PerThreadStream`] if on the calling thread's default stream, or [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
         let _entered = queue.enter()?;
         Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
