@@ -49,7 +49,7 @@ impl Engine {
     fn load(&self, name: &str, adapter: &Adapter) -> Result<()> {
         let image = adapter.plan(self.weights.model(), DType::F32)?;
         // Packing takes long. It holds no lock, and no step waits for it.
-        let filled = self.weights.reserve(&image)?.fill(&image)?;
+        let filled = self.weights.reserve(&image)?.fill(&image, &mut self.weights.staging()?)?;
         let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
         let free = || (0..NUM_SLOTS).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
         let slot = adapters.get(name).map(|old| old.slot()).or_else(free).ok_or("all slots are taken")?;

@@ -23,7 +23,7 @@ use self::experts::Routes;
 use crate::{
     config::Heads,
     device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
-    error::Result,
+    error::{Error, Result},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     group::Rank,
 };
@@ -160,8 +160,8 @@ impl<T: Element> Device for Cpu<T> {
         config: PoolConfig,
     ) -> Result<(cpu::AdapterPool, cpu::WeightTable)> {
         let pool = cpu::AdapterPool::new(model, T::DTYPE, capacity, config)?;
-        let weights = pool.weights().clone();
-        Ok((pool, weights))
+        let weights = pool.weights(StreamId::FIRST).cloned();
+        Ok((pool, weights.ok_or_else(|| Error::new("the pool has no stream"))?))
     }
 
     fn lora_linear(&self, adapters: &cpu::WeightTable, id: LinearId) -> Result<LoraLinear> {

@@ -122,7 +122,8 @@ impl Device for Cpu {
 
     fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
         let (batch, mut workspace) = (Batch::new(slots), cpu::Workspace::default());
-        self.run(self.pool.weights(), self.pool.step(StreamId::FIRST, &batch, &mut workspace)?, x)
+        let weights = self.pool.weights(StreamId::FIRST).ok_or("the pool has its first stream")?;
+        self.run(weights, self.pool.step(StreamId::FIRST, &batch, &mut workspace)?, x)
     }
 
     fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {

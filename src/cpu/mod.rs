@@ -1,6 +1,8 @@
 //! LoRA operations on the CPU, multithreaded. They accumulate in `f32` and round once, when they store.
 //!
-//! The types have the names of those in `cuda`, so that engines can test without a GPU. A token's result does not depend on the
+//! The types have the names of those in `cuda`, and their calls the same arguments, so that engines can test without a GPU: a loader or a
+//! step loop compiles for both and differs in its imports. What a GPU's object is made on (its queue), the CPU's is made without, and
+//! [`step`](WeightTable::step) takes a batch as it is, where a GPU's takes what its routing returns. A token's result does not depend on the
 //! rest of the batch.
 
 mod activation;
@@ -29,6 +31,6 @@ pub use self::{
     pool::AdapterPool,
     step::Step,
     table::WeightTable,
-    upload::{Filled, Reservation},
+    upload::{Filled, Reservation, Staging},
     workspace::Workspace,
 };

@@ -84,9 +84,10 @@ impl AdapterPool {
         Ok(step)
     }
 
-    /// The table, to make layers of. The pool alone loads, unloads and [steps](Self::step).
-    pub fn weights(&self) -> &WeightTable {
-        &self.pool.backend().weights
+    /// The table, to make layers of, which all compute streams have in common; `None` if the stream belongs to another pool. The pool
+    /// alone loads, unloads and [steps](Self::step).
+    pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
+        self.pool.has_stream(stream).then(|| &self.pool.backend().weights)
     }
 
     /// Adds a compute stream: a thread that steps beside the [first](StreamId::FIRST).

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use super::upload::{Adapter, Arena, Filled, Reservation, Shared};
+use super::upload::{Adapter, Arena, Filled, Reservation, Shared, Staging};
 use crate::{
     DType, Slot,
     adapter::SlotImage,
@@ -81,8 +81,16 @@ impl WeightTable {
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
         self.check_slot(slot)?;
-        let filled = self.reserve(image)?.fill_with_progress(image, progress)?;
+        let filled = self.reserve(image)?.fill_with_progress(image, &mut Staging::default(), progress)?;
         self.commit(slot, filled)
+    }
+
+    /// What [`Reservation::fill`] takes on every backend.
+    ///
+    /// # Errors
+    /// None; the GPU's has some.
+    pub fn staging(&self) -> Result<Staging, LoadError> {
+        Ok(Staging::default())
     }
 
     /// Reserves room for an adapter.

@@ -42,6 +42,11 @@ pub struct Reservation {
     pub(super) bytes: usize,
 }
 
+/// What a GPU copies adapters through. The CPU needs nothing: [`WeightTable::staging`](super::WeightTable::staging) makes one, so that one
+/// loader compiles for both.
+#[derive(Debug, Default)]
+pub struct Staging(());
+
 /// A written adapter that is not in a slot yet. Dropping it frees its room.
 #[derive(Debug)]
 #[must_use]
@@ -119,21 +124,41 @@ impl Reservation {
     /// # Errors
     /// [`LoadError`] if a weight has no finite value in the table's element type, or the image does not match the table or the size
     /// of the room.
-    pub fn fill(self, image: &SlotImage<'_>) -> Result<Filled, LoadError> {
-        self.fill_with_progress(image, |_| ())
+    pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
+        self.fill_with_progress(image, staging, |_| ())
     }
 
     /// Like [`fill`](Self::fill), and calls `progress` with the number of bytes written so far.
     ///
     /// # Errors
     /// As for `fill`.
-    pub fn fill_with_progress(self, image: &SlotImage<'_>, progress: impl FnMut(usize)) -> Result<Filled, LoadError> {
+    pub fn fill_with_progress(
+        self,
+        image: &SlotImage<'_>,
+        _staging: &mut Staging,
+        progress: impl FnMut(usize),
+    ) -> Result<Filled, LoadError> {
         self.shared.bounds.check_image(image)?;
         if image.bytes() != self.bytes {
             return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
         }
         let packed = Arc::new(Packed::new(image, progress)?);
         Ok(Filled { adapter: Adapter { packed, room: self } })
+    }
+}
+
+impl Filled {
+    /// Whether the adapter is written, which it is.
+    pub fn is_ready(&self) -> bool {
+        true
+    }
+
+    /// Returns at once.
+    ///
+    /// # Errors
+    /// None; the GPU's has some.
+    pub fn wait(&self) -> Result<(), LoadError> {
+        Ok(())
     }
 }
 

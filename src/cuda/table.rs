@@ -158,6 +158,14 @@ impl WeightTable {
         self.commit(slot, filled)
     }
 
+    /// A staging of the caller's own, for [`Reservation::fill`] on the calling thread.
+    ///
+    /// # Errors
+    /// As for [`Staging::new`].
+    pub fn staging(&self) -> Result<Staging, LaunchError> {
+        Staging::new(&self.shared.queue)
+    }
+
     /// Fills a reservation with a staging of the table, and waits for the copies.
     pub(crate) fn fill_with_progress(
         &self,

@@ -194,6 +194,6 @@ macro_rules! table {
     };
 }
 
-table!(cpu, |_, reservation, image| reservation.fill(image));
+table!(cpu, |_, reservation, image| reservation.fill(image, &mut cpu::Staging::default()));
 #[cfg(feature = "cuda")]
 table!(cuda, |table, reservation, image| table.fill_with_progress(reservation, image, |_| ()));

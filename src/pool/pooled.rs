@@ -77,6 +77,11 @@ impl<B: Backend> Pool<B> {
         slots.iter().find(|slot| !is_leased(slot)).map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
+    /// Whether the stream is one of the pool's.
+    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
+        stream.0 < self.tiers.leased.len()
+    }
+
     pub(crate) fn add_stream(&mut self) -> StreamId {
         self.tiers.leased.push(vec![false; self.bounds.capacity.num_slots]);
         self.core.add_stream()

@@ -11,7 +11,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, AdapterError, SlotImage, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
+    cpu::{LoraLinear, Matrix, MatrixMut, Staging, Step, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
@@ -148,7 +148,7 @@ fn slots_that_do_not_exist_are_refused() {
         let refused = SlotError::NoSuchSlot { slot, num_slots: 2 };
         assert_eq!(slot_error(weights.unload(slot)), refused);
         assert!(matches!(weights.load(slot, &image), Err(LoadError::Slot(error)) if error == refused));
-        let filled = weights.reserve(&image).unwrap().fill(&image).unwrap();
+        let filled = weights.reserve(&image).unwrap().fill(&image, &mut Staging::default()).unwrap();
         assert_eq!(slot_error(weights.commit(slot, filled)), refused);
         assert_eq!(weights.usage().used, 0);
     }
@@ -202,7 +202,7 @@ fn room_is_counted() {
     is_used(bytes);
     weights.check([replaced]).unwrap();
     // A filled reservation that is not committed frees its memory, and so does an unfilled one.
-    let filled = weights.reserve(&small).unwrap().fill(&small).unwrap();
+    let filled = weights.reserve(&small).unwrap().fill(&small, &mut Staging::default()).unwrap();
     is_used(2 * bytes);
     drop(filled);
     is_used(bytes);
@@ -292,12 +292,12 @@ fn room_is_of_one_table_and_one_size() {
     let adapters = [1, 9].map(|rank| adapter(rank, 1.0));
     let [small, large] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
     let [weights, other] = [(); 2].map(|()| table(&model, 1, large.bytes()));
-    let filled = other.reserve(&small).unwrap().fill(&small).unwrap();
+    let filled = other.reserve(&small).unwrap().fill(&small, &mut Staging::default()).unwrap();
     assert_eq!(slot_error(weights.commit(slot(0), filled)), SlotError::OtherTable);
     assert_eq!((weights.usage().used, other.usage().used, weights.get(slot(0))), (0, 0, None));
 
     for (reserved, image) in [(&small, &large), (&large, &small)] {
-        let error = weights.reserve(reserved).unwrap().fill(image).unwrap_err();
+        let error = weights.reserve(reserved).unwrap().fill(image, &mut Staging::default()).unwrap_err();
         let (bytes, reserved) = (image.bytes(), reserved.bytes());
         assert!(
             matches!(error, LoadError::Slot(SlotError::OtherImage { bytes: b, reserved: r }) if (b, r) == (bytes, reserved))
@@ -306,7 +306,7 @@ fn room_is_of_one_table_and_one_size() {
     }
     // Another element type is refused for its type, whatever its size.
     let half = adapters[1].plan(&model, DType::F16).unwrap();
-    let error = weights.reserve(&small).unwrap().fill(&half).unwrap_err();
+    let error = weights.reserve(&small).unwrap().fill(&half, &mut Staging::default()).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::DType { got: DType::F16, want: DType::F32 })), "{error}");
 }
 
@@ -421,7 +421,7 @@ fn adapters_come_and_go_while_steps_run() {
             match images.get(choice) {
                 None => weights.unload(slot).unwrap(),
                 Some(image) => {
-                    let filled = weights.reserve(image).unwrap().fill(image).unwrap();
+                    let filled = weights.reserve(image).unwrap().fill(image, &mut Staging::default()).unwrap();
                     // The lock lets the other thread find every generation that it sees.
                     let mut loaded = loaded.lock().unwrap();
                     let resident = weights.commit(slot, filled).unwrap();

@@ -82,7 +82,7 @@ impl Engine {
         let capacity = Capacity::tokens(MAX_REQUESTS).slots(SLOTS).rank(8);
         let config = PoolConfig::arena_bytes(SLOTS * bytes).host_bytes(4 * bytes);
         let pool = AdapterPool::new(&model, DType::F32, capacity, config).unwrap();
-        let layer = LoraLinear::new(pool.weights(), id).unwrap();
+        let layer = LoraLinear::new(pool.weights(StreamId::FIRST).unwrap(), id).unwrap();
         let limits = Limits::new(MAX_ADAPTERS, Duration::from_millis(20)).bytes(MAX_ADAPTERS * bytes);
         Self {
             registry: Registry::new([BASE]),

@@ -573,7 +573,7 @@ fn the_pool_alone_changes_its_table() {
     let table = world.table(0, SLOTS + 1);
     let adapter = version(&world, 7).unwrap();
     let image = adapter.plan(table.model(), DType::F32).unwrap();
-    let written = table.reserve(&image).unwrap().fill(&image).unwrap();
+    let written = table.reserve(&image).unwrap().fill(&image, &mut table.staging().unwrap()).unwrap();
     let mut beside = Group::new(alone(), table.clone()).unwrap();
     let mut pool = GroupPool::new(Group::new(alone(), table.clone()).unwrap()).unwrap();
     let slot = acquire(&world, &mut pool, 1).unwrap();

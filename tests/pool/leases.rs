@@ -166,7 +166,7 @@ fn a_step_refuses_slots_that_no_lease_holds() {
 
     // A request that kept its slot across an eviction is refused, and not served by the base model.
     setup.pool.unregister(ids[0]).unwrap();
-    assert!(setup.pool.weights().get(slot).is_none() && is_refused(&setup, slot));
+    assert!(setup.pool.weights(STREAM).unwrap().get(slot).is_none() && is_refused(&setup, slot));
     setup.finish();
 }
 

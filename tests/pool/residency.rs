@@ -402,7 +402,7 @@ fn the_pool_alone_changes_its_table() {
     let lease = setup.lease(id);
     let adapter = adapter(8, 9.0);
     let image = adapter.plan(&setup.model, DType::F32).unwrap();
-    let weights = setup.pool.weights().clone();
+    let weights = setup.pool.weights(StreamId::FIRST).unwrap().clone();
     let is_refused = |error: LoadError| matches!(error, LoadError::Slot(SlotError::Pooled));
     assert!(is_refused(weights.load(Slot::new(1), &image).unwrap_err()));
     assert!(is_refused(weights.reserve(&image).unwrap_err()));

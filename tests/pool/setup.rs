@@ -63,7 +63,7 @@ impl Setup {
         let (model, id) = model();
         let capacity = Capacity::tokens(8).slots(slots).rank(64);
         let pool = AdapterPool::new(&model, DType::F32, capacity, config).unwrap();
-        let layer = LoraLinear::new(pool.weights(), id).unwrap();
+        let layer = LoraLinear::new(pool.weights(STREAM).unwrap(), id).unwrap();
         Self { pool, model, layer }
     }
 
@@ -136,7 +136,10 @@ impl Setup {
         let end = self.pool.snapshot();
         let left = (end.adapters, end.resident, end.host, end.leases, end.pinned, end.waiting);
         assert_eq!(left, (0, 0, 0, 0, 0, 0));
-        assert_eq!((end.device_memory.used, end.host_memory.used, self.pool.weights().usage().used), (0, 0, 0));
-        assert!(self.pool.weights().loaded().is_empty());
+        assert_eq!(
+            (end.device_memory.used, end.host_memory.used, self.pool.weights(STREAM).unwrap().usage().used),
+            (0, 0, 0)
+        );
+        assert!(self.pool.weights(STREAM).unwrap().loaded().is_empty());
     }
 }
