@@ -13,6 +13,8 @@
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
 mod align;
+mod any_calls;
+mod backend;
 mod capture;
 mod chain;
 #[path = "../common/mod.rs"]
@@ -34,6 +36,9 @@ mod limit;
 mod loading;
 mod mailbox;
 mod memory;
+mod misuse;
+#[path = "../model/mod.rs"]
+mod model;
 mod operations;
 mod pool;
 #[path = "../qwen3/mod.rs"]

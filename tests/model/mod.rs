@@ -1,9 +1,12 @@
 //! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a step is.
 //!
-//! A plain table, an adapter pool with two streams and the pool of a group of one rank are driven together. All of them have the same
-//! model, whose adapters add a number to every output. A [`Device`] is one of them on a backend; [`Broken`] breaks one promise of it at a
-//! time, to show that the model sees it.
+//! A plain table, an adapter pool with two streams and the pool of a group of one rank are driven together, and graphs where the backend
+//! has them. All of them have the same model, whose adapters add a number to every output. A [`Device`] is all of this on a backend, as
+//! [`machine`] makes it; [`Broken`] breaks one promise of it at a time, to show that the model sees it.
 #![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
+
+pub mod machine;
+pub mod misuse;
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -25,13 +28,27 @@ pub const SLOTS: usize = 3;
 pub const STREAMS: usize = 2;
 /// Adapters that a pool's host tier holds, and the most that are registered.
 pub const ADAPTERS: usize = 8;
-const MAX_TOKENS: usize = 6;
+pub const MAX_TOKENS: usize = 6;
+/// The most reservations that are not committed.
+pub const PENDING: usize = 2;
+/// The most graphs.
+const GRAPHS: usize = 4;
 const MAX_RANK: usize = 8;
 /// Size of an adapter: A and B are padded to 8 ranks.
 pub const BYTES: usize = 2 * 8 * FEATURES * size_of::<f32>();
 
 pub fn capacity() -> Capacity {
     Capacity::tokens(MAX_TOKENS).slots(SLOTS).rank(MAX_RANK)
+}
+
+/// The capacity of a stream's routings: that of the tables, and others.
+pub fn routing_capacity(routing: usize) -> Capacity {
+    match routing {
+        0 => capacity(),
+        1 => Capacity::tokens(2 * MAX_TOKENS).slots(SLOTS).rank(MAX_RANK),
+        2 => Capacity::tokens(2).slots(SLOTS).rank(MAX_RANK),
+        _ => Capacity::tokens(MAX_TOKENS).slots(SLOTS + 2).rank(MAX_RANK),
+    }
 }
 
 pub fn spec() -> (Model, LinearId) {
@@ -78,18 +95,55 @@ pub enum Of {
     Group,
 }
 
+/// Why a step or a replay is refused.
+#[derive(Debug, PartialEq)]
+pub enum Refused {
+    Operand(OperandError),
+    /// The step is of another table, routing or workspace than the graph.
+    OtherGraph,
+    WithoutAdapters,
+    Other(String),
+}
+
+/// What a graph is captured for.
+#[derive(Clone, Copy, Debug)]
+pub struct Captured {
+    pub routing: usize,
+    pub tokens: usize,
+    pub has_adapters: bool,
+}
+
 /// A plain table, a pool and a group's pool on a backend.
 pub trait Device {
+    type Reservation;
+    type Filled;
+    type Graph;
+
+    const HAS_GRAPHS: bool;
+    /// What a reservation takes beside the adapter.
+    const ROW_BYTES: usize;
+    /// Routings of a stream.
+    const ROUTINGS: usize;
+
     fn model(&self) -> &Model;
     /// Loads; with `panics`, the callback for the progress panics.
     fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError>;
+    /// The parts of a load of the plain table.
+    fn reserve(&mut self, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError>;
+    fn fill(&mut self, room: Self::Reservation, image: &SlotImage<'_>, panics: bool)
+    -> Result<Self::Filled, LoadError>;
+    fn commit_filled(&mut self, to: Table, slot: Slot, filled: Self::Filled) -> Result<Resident, LoadError>;
     fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError>;
     /// Whether the plain table still has all of these.
     fn check(&self, residents: &[Resident]) -> Result<(), SlotError>;
     /// The bytes that the plain table's arena counts, and those of its slots.
     fn used(&self) -> [usize; 2];
     /// What a step adds to each row.
-    fn step(&mut self, of: Of, slots: &[Slot]) -> Result<Vec<f32>, OperandError>;
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused>;
+    /// Captures such a step.
+    fn capture(&mut self, of: Of, captured: Captured) -> Result<Self::Graph, Refused>;
+    /// What a step adds whose only operation is a replay.
+    fn replay(&mut self, graph: &mut Self::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused>;
     /// A step of the plain table while another thread loads.
     fn step_beside(
         &mut self,
@@ -106,6 +160,8 @@ pub trait Device {
     fn leases(&mut self) -> usize;
     /// The bytes that the pool still has on the device and in host memory when all work has ended.
     fn left(&mut self) -> [usize; 2];
+    /// Drops the pool, whatever is leased, and makes another.
+    fn renew_pool(&mut self);
     fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError>;
     fn release_in_group(&mut self, version: u64) -> Result<(), GroupError>;
     fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError>;
@@ -136,6 +192,11 @@ pub enum Row {
 #[derive(Clone, Debug)]
 pub enum Call {
     Load(Table, u16, Image),
+    Reserve(Image),
+    /// The reservations that are not filled, or filled and not committed, are counted from the oldest one.
+    Fill(usize, Image),
+    CommitFilled(Table, usize, u16),
+    DropPending(usize),
     LoadBeside(u16, Vec<Row>),
     Unload(Table, u16),
     Register {
@@ -146,22 +207,39 @@ pub enum Call {
     /// On this thread or on another.
     DropLease(usize, bool),
     Commit(usize),
+    RenewPool,
+    /// A lease of a pool that is gone, on this thread or on another.
+    DropOrphan(bool),
     AcquireInGroup(u64),
     ReleaseInGroup(u64),
     RemoveFromGroup(u64),
-    Step(Of, Vec<Row>),
+    Step(Of, usize, Vec<Row>),
+    Capture(Of, Captured),
+    DropGraph(usize),
+    Replay(usize, Replay),
 }
 
-pub fn calls(most: usize) -> impl Strategy<Value = Vec<Call>> {
+/// The step in which a graph is replayed.
+#[derive(Clone, Debug)]
+pub struct Replay {
+    /// That of the graph, if none is given.
+    of: Option<(Of, usize)>,
+    rows: Vec<Row>,
+}
+
+/// Any calls, up to `most`, with those of graphs if the device has them.
+pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> {
     let table = || prop_oneof![4 => Just(Table::Plain), 1 => Just(Table::Pool), 1 => Just(Table::Group)];
-    let image = prop_oneof![
-        8 => Just(Image::Good),
-        1 => Just(Image::OtherModel),
-        1 => Just(Image::OtherType),
-        1 => Just(Image::LargeRank),
-        1 => Just(Image::NotFinite),
-        2 => Just(Image::Panics),
-    ];
+    let image = || {
+        prop_oneof![
+            8 => Just(Image::Good),
+            1 => Just(Image::OtherModel),
+            1 => Just(Image::OtherType),
+            1 => Just(Image::LargeRank),
+            1 => Just(Image::NotFinite),
+            2 => Just(Image::Panics),
+        ]
+    };
     let slot = || 0..SLOTS as u16 + 1;
     let row = prop_oneof![
         1 => Just(Row::Base),
@@ -169,14 +247,24 @@ pub fn calls(most: usize) -> impl Strategy<Value = Vec<Call>> {
         4 => (0..20_usize).prop_map(Row::Lease),
     ];
     let rows = || prop::collection::vec(row.clone(), 0..=MAX_TOKENS + 1);
-    let of = prop_oneof![
-        2 => table().prop_map(Of::Table),
-        4 => (0..STREAMS).prop_map(Of::Pool),
-        2 => Just(Of::Group),
-    ];
+    let of = || {
+        prop_oneof![
+            2 => table().prop_map(Of::Table),
+            4 => (0..STREAMS).prop_map(Of::Pool),
+            2 => Just(Of::Group),
+        ]
+    };
+    let routing = || prop_oneof![6 => Just(0_usize), 1 => 1..4_usize];
+    let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8));
+    let captured = captured.prop_map(|(routing, tokens, has_adapters)| Captured { routing, tokens, has_adapters });
+    let replay = (prop::option::weighted(0.3, (of(), routing())), rows()).prop_map(|(of, rows)| Replay { of, rows });
     let version = || 0..5_u64;
     let call = prop_oneof![
-        4 => (table(), slot(), image).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
+        3 => (table(), slot(), image()).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
+        2 => image().prop_map(Call::Reserve),
+        3 => (0..PENDING, image()).prop_map(|(pending, image)| Call::Fill(pending, image)),
+        3 => (table(), 0..PENDING, slot()).prop_map(|(table, pending, slot)| Call::CommitFilled(table, pending, slot)),
+        1 => (0..PENDING).prop_map(Call::DropPending),
         1 => (slot(), rows()).prop_map(|(slot, rows)| Call::LoadBeside(slot, rows)),
         2 => (table(), slot()).prop_map(|(table, slot)| Call::Unload(table, slot)),
         3 => prop::bool::weighted(0.1).prop_map(|panics| Call::Register { panics }),
@@ -184,11 +272,18 @@ pub fn calls(most: usize) -> impl Strategy<Value = Vec<Call>> {
         6 => (0..20_usize, 0..STREAMS).prop_map(|(id, stream)| Call::Acquire(id, stream)),
         4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
         4 => (0..STREAMS).prop_map(Call::Commit),
+        1 => prop_oneof![1 => Just(Call::RenewPool), 2 => any::<bool>().prop_map(Call::DropOrphan)],
         3 => version().prop_map(Call::AcquireInGroup),
         3 => version().prop_map(Call::ReleaseInGroup),
         1 => version().prop_map(Call::RemoveFromGroup),
-        10 => (of, rows()).prop_map(|(of, rows)| Call::Step(of, rows)),
+        10 => (of(), routing(), rows()).prop_map(|(of, routing, rows)| Call::Step(of, routing, rows)),
     ];
+    let of_graphs = prop_oneof![
+        2 => (of(), captured).prop_map(|(of, captured)| Call::Capture(of, captured)),
+        1 => (0..GRAPHS).prop_map(Call::DropGraph),
+        5 => (0..GRAPHS, replay).prop_map(|(graph, replay)| Call::Replay(graph, replay)),
+    ];
+    let call = prop_oneof![4 => call, u32::from(has_graphs) => of_graphs];
     prop::collection::vec(call, 1..most)
 }
 
@@ -212,6 +307,20 @@ struct Held {
     lease: Option<Lease>,
 }
 
+/// Room that was reserved in the plain table.
+enum Room<D: Device> {
+    Reserved(D::Reservation),
+    Filled(D::Filled, f32),
+}
+
+/// A graph, and what it was captured for: the pool that it belongs to, if any, is the `pool`th.
+struct Recorded<D: Device> {
+    graph: D::Graph,
+    of: Of,
+    pool: usize,
+    captured: Captured,
+}
+
 /// A version that the group's pool has loaded, and its leases.
 struct Loaded {
     version: u64,
@@ -220,8 +329,15 @@ struct Loaded {
 }
 
 /// What must be true of a device after some calls.
-pub struct Expected<D> {
+pub struct Expected<D: Device> {
+    /// Dropped before the device, or after it.
+    graphs: Vec<Recorded<D>>,
+    pending: Vec<Room<D>>,
     device: D,
+    /// Pools so far.
+    pools: usize,
+    /// Leases of earlier pools.
+    orphans: Vec<Lease>,
     other: (Model, Adapter),
     /// The next adapter adds this number.
     next: f32,
@@ -248,8 +364,20 @@ impl<D: Device> Expected<D> {
     pub fn new(device: D) -> Self {
         let other = (spec().0, adapter(8, 1.0, false));
         let plain = [const { None }; SLOTS];
-        let (outdated, adapters, held, group) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { device, other, next: 1.0, plain, outdated, adapters, held, group }
+        Self {
+            graphs: Vec::new(),
+            pending: Vec::new(),
+            device,
+            pools: 1,
+            orphans: Vec::new(),
+            other,
+            next: 1.0,
+            plain,
+            outdated: Vec::new(),
+            adapters: Vec::new(),
+            held: Vec::new(),
+            group: Vec::new(),
+        }
     }
 
     /// Makes the calls, each of which must end as it should, and then lets everything end.
@@ -268,6 +396,15 @@ impl<D: Device> Expected<D> {
     fn call(&mut self, call: &Call) -> Outcome {
         match *call {
             Call::Load(table, slot, image) => self.load(table, Slot::new(slot), image),
+            Call::Reserve(image) => self.reserve(image),
+            Call::Fill(index, image) => self.fill(index, image),
+            Call::CommitFilled(table, index, slot) => self.commit_filled(table, index, Slot::new(slot)),
+            Call::DropPending(index) => {
+                if let Some(index) = of(index, self.pending.len()) {
+                    drop(self.pending.remove(index));
+                }
+                Ok(())
+            }
             Call::LoadBeside(slot, ref rows) => self.load_beside(Slot::new(slot % SLOTS as u16), rows),
             Call::Unload(table, slot) => {
                 let result = self.device.unload(table, Slot::new(slot));
@@ -324,6 +461,24 @@ impl<D: Device> Expected<D> {
                 self.adapters.iter_mut().for_each(|adapter| adapter.waits_for.retain(|&other| other != stream));
                 Ok(())
             }
+            Call::RenewPool => {
+                self.device.renew_pool();
+                self.pools += 1;
+                self.orphans.extend(self.held.drain(..).filter_map(|held| held.lease));
+                for adapter in &mut self.adapters {
+                    adapter.is_gone = true;
+                    adapter.streams.clear();
+                    adapter.waits_for.clear();
+                }
+                Ok(())
+            }
+            Call::DropOrphan(elsewhere) => {
+                let orphan = self.orphans.pop();
+                if elsewhere {
+                    std::thread::spawn(move || drop(orphan)).join().map_err(|_| "the drop of a lease panicked")?;
+                }
+                Ok(())
+            }
             Call::AcquireInGroup(version) => self.acquire_in_group(version),
             Call::ReleaseInGroup(version) => {
                 let result = self.device.release_in_group(version);
@@ -348,11 +503,20 @@ impl<D: Device> Expected<D> {
                 }
                 Ok(())
             }
-            Call::Step(of, ref rows) => self.step(of, rows),
+            Call::Step(of, routing, ref rows) => self.step(of, routing, rows),
+            Call::Capture(of, captured) => self.capture(of, captured),
+            Call::DropGraph(index) => {
+                if let Some(index) = of(index, self.graphs.len()) {
+                    drop(self.graphs.remove(index));
+                }
+                Ok(())
+            }
+            Call::Replay(index, ref replay) => self.replay(index, replay),
         }
     }
 
-    fn load(&mut self, table: Table, slot: Slot, image: Image) -> Outcome {
+    /// An adapter and what it adds, planned for the model that `image` says.
+    fn planned<T>(&mut self, image: Image, call: impl FnOnce(&mut D, &SlotImage<'_>) -> T) -> (T, f32) {
         let value = self.number();
         let adapter = match image {
             Image::LargeRank => adapter(2 * MAX_RANK, value, false),
@@ -365,7 +529,140 @@ impl<D: Device> Expected<D> {
             Image::OtherType => adapter.plan(&model, DType::BF16),
             _ => adapter.plan(&model, DType::F32),
         };
-        let result = self.device.load(table, slot, &planned.unwrap(), image == Image::Panics);
+        (call(&mut self.device, &planned.unwrap()), value)
+    }
+
+    fn reserve(&mut self, image: Image) -> Outcome {
+        if self.pending.len() == PENDING {
+            return Ok(());
+        }
+        let (result, _) = self.planned(image, |device, image| device.reserve(image));
+        match image {
+            Image::OtherModel | Image::OtherType | Image::LargeRank => {
+                expect!(matches!(result, Err(LoadError::Slot(_))), "the reservation for {image:?} is not refused");
+            }
+            _ => self.pending.push(Room::Reserved(result.map_err(|error| format!("{error:?}"))?)),
+        }
+        Ok(())
+    }
+
+    /// Fills a reservation, with another image than it was made for, which is as large.
+    fn fill(&mut self, index: usize, image: Image) -> Outcome {
+        let Some(index) = of(index, self.pending.len()) else { return Ok(()) };
+        let room = match self.pending.remove(index) {
+            Room::Reserved(room) => room,
+            filled @ Room::Filled(..) => {
+                self.pending.insert(index, filled);
+                return Ok(());
+            }
+        };
+        let panics = image == Image::Panics;
+        let (result, value) = self.planned(image, |device, image| device.fill(room, image, panics));
+        let error = match result {
+            Ok(filled) if image == Image::Good => {
+                self.pending.push(Room::Filled(filled, value));
+                return Ok(());
+            }
+            Ok(_) => return Err(format!("{image:?} was filled")),
+            Err(error) => error,
+        };
+        let is_right = match image {
+            Image::Good => false,
+            Image::Panics => matches!(error, LoadError::Panicked { .. }),
+            Image::NotFinite => matches!(error, LoadError::Adapter(_)),
+            _ => matches!(error, LoadError::Slot(_)),
+        };
+        expect!(is_right, "{error:?}");
+        Ok(())
+    }
+
+    fn commit_filled(&mut self, table: Table, index: usize, slot: Slot) -> Outcome {
+        let Some(index) = of(index, self.pending.len()) else { return Ok(()) };
+        let (filled, value) = match self.pending.remove(index) {
+            Room::Filled(filled, value) => (filled, value),
+            reserved @ Room::Reserved(_) => {
+                self.pending.insert(index, reserved);
+                return Ok(());
+            }
+        };
+        let result = self.device.commit_filled(table, slot, filled);
+        let place = slot.index().and_then(|index| self.plain.get_mut(index)).filter(|_| table == Table::Plain);
+        match place {
+            Some(place) => {
+                let resident = result.map_err(|error| format!("{error:?}"))?;
+                self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
+            }
+            None => expect!(matches!(result, Err(LoadError::Slot(_))), "{result:?}"),
+        }
+        Ok(())
+    }
+
+    fn capture(&mut self, of: Of, captured: Captured) -> Outcome {
+        let captured = Captured { routing: captured.routing % D::ROUTINGS, ..captured };
+        let capacity = routing_capacity(captured.routing);
+        let is_right = capacity.num_slots == SLOTS && captured.tokens <= capacity.max_tokens.min(MAX_TOKENS);
+        match self.device.capture(of, captured) {
+            Ok(graph) => {
+                expect!(is_right, "a graph of {captured:?} is not refused");
+                if self.graphs.len() == GRAPHS {
+                    self.graphs.remove(0);
+                }
+                self.graphs.push(Recorded { graph, of, pool: self.pools, captured });
+            }
+            Err(error) => expect!(!is_right, "{error:?}"),
+        }
+        Ok(())
+    }
+
+    fn replay(&mut self, index: usize, replay: &Replay) -> Outcome {
+        let Some(index) = of(index, self.graphs.len()) else { return Ok(()) };
+        let slots = self.slots(&replay.rows);
+        let mut recorded = self.graphs.remove(index);
+        let Recorded { of: own, pool, captured, .. } = recorded;
+        // The tables of pools start steps in their pools alone.
+        let own = match own {
+            Of::Table(Table::Pool) => Of::Pool(0),
+            Of::Table(Table::Group) => Of::Group,
+            own => own,
+        };
+        let (of, routing) = replay.of.map_or((own, captured.routing), |(of, routing)| (of, routing % D::ROUTINGS));
+        let result = self.device.replay(&mut recorded.graph, of, routing, &slots);
+        self.graphs.insert(index, recorded);
+        let is_own = match (of, own) {
+            (Of::Pool(stream), Of::Pool(other)) => stream == other && pool == self.pools,
+            (Of::Table(Table::Plain), Of::Table(Table::Plain)) | (Of::Group, Of::Group) => true,
+            _ => false,
+        };
+        let has_adapters = slots.iter().any(|slot| *slot != Slot::BASE);
+        let values = match self.rows(of, routing, &slots) {
+            Rows::Refused(_) => {
+                expect!(result.is_err(), "{slots:?}: the step is not refused: {result:?}");
+                return Ok(());
+            }
+            Rows::Are(values) => values,
+        };
+        match result {
+            Ok(added) => {
+                expect!(is_own && routing == captured.routing, "a graph is replayed in a step of others: {added:?}");
+                expect!(slots.len() <= captured.tokens, "{} tokens are replayed by {captured:?}", slots.len());
+                expect!(captured.has_adapters || !has_adapters, "adapters are replayed by {captured:?}");
+                expect!(added == values, "{added:?} instead of {values:?}");
+            }
+            Err(Refused::Operand(OperandError::Capacity { .. })) => {
+                expect!(slots.len() > captured.tokens, "{} tokens do not fit in {captured:?}", slots.len());
+            }
+            Err(Refused::WithoutAdapters) => expect!(!captured.has_adapters && has_adapters, "{slots:?}, {captured:?}"),
+            Err(Refused::OtherGraph) => {
+                expect!(!is_own || routing != captured.routing, "the step is that of the graph");
+            }
+            Err(error) => expect!(false, "{error:?}"),
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, table: Table, slot: Slot, image: Image) -> Outcome {
+        let panics = image == Image::Panics;
+        let (result, value) = self.planned(image, |device, image| device.load(table, slot, image, panics));
         let place = slot.index().and_then(|index| self.plain.get_mut(index)).filter(|_| table == Table::Plain);
         match (place, image) {
             (Some(place), Image::Good) => {
@@ -453,9 +750,22 @@ impl<D: Device> Expected<D> {
         Ok(())
     }
 
-    fn step(&mut self, of: Of, rows: &[Row]) -> Outcome {
-        let slots = self.slots(rows);
-        let result = self.device.step(of, &slots);
+    fn step(&mut self, of: Of, routing: usize, rows: &[Row]) -> Outcome {
+        let (slots, routing) = (self.slots(rows), routing % D::ROUTINGS);
+        let result = self.device.step(of, routing, &slots);
+        match self.rows(of, routing, &slots) {
+            Rows::Refused(is_too_long) => {
+                expect!(result.is_err(), "the step of {slots:?} is not refused: {result:?}");
+                let is_named = matches!(result, Err(Refused::Operand(OperandError::Capacity { .. })));
+                expect!(!is_too_long || is_named, "{result:?}");
+            }
+            Rows::Are(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
+        }
+        Ok(())
+    }
+
+    /// What the rows of a step must be.
+    fn rows(&self, of: Of, routing: usize, slots: &[Slot]) -> Rows {
         let of_lease = |stream: usize, slot: Slot| {
             let held = self.held.iter().find(|held| (held.stream, held.slot) == (stream, slot));
             held.map(|held| self.adapters[held.adapter].value)
@@ -476,15 +786,13 @@ impl<D: Device> Expected<D> {
             })
             .collect();
         let is_pooled = matches!(of, Of::Table(Table::Pool | Table::Group));
+        let capacity = routing_capacity(routing);
         match rows.into_iter().collect::<Option<Vec<_>>>() {
-            _ if is_pooled => expect!(result.is_err(), "a pool's table starts a step: {result:?}"),
-            None => expect!(result.is_err(), "{slots:?}, of which a slot may not be used: {result:?}"),
-            Some(_) if slots.len() > MAX_TOKENS => {
-                expect!(matches!(result, Err(OperandError::Capacity { .. })), "{result:?}");
-            }
-            Some(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
+            Some(_) if is_pooled || capacity.num_slots != SLOTS => Rows::Refused(false),
+            Some(_) if slots.len() > MAX_TOKENS.min(capacity.max_tokens) => Rows::Refused(routing == 0),
+            Some(values) => Rows::Are(values),
+            None => Rows::Refused(false),
         }
-        Ok(())
     }
 
     fn slots(&self, rows: &[Row]) -> Vec<Slot> {
@@ -517,7 +825,9 @@ impl<D: Device> Expected<D> {
         let stale = self.outdated.iter().find(|resident| self.device.check(&[**resident]).is_ok());
         expect!(stale.is_none(), "{stale:?} is still there");
         let [used, loaded] = self.device.used();
-        expect!((used, loaded) == (residents.len() * BYTES, used), "{used} bytes, of which {loaded} are loaded");
+        let pending = self.pending.len() * (BYTES + D::ROW_BYTES);
+        let expected = residents.len() * BYTES;
+        expect!((used, loaded) == (expected + pending, expected), "{used} bytes, of which {loaded} are loaded");
         Ok(())
     }
 
@@ -537,6 +847,13 @@ impl<D: Device> Expected<D> {
     }
 }
 
+/// The rows of a step.
+enum Rows {
+    /// There are none: the step is refused, for its length alone if this says so.
+    Refused(bool),
+    Are(Vec<f32>),
+}
+
 /// An index into a list of this length.
 fn of(index: usize, len: usize) -> Option<usize> {
     (len > 0).then(|| index % len)
@@ -547,6 +864,8 @@ fn of(index: usize, len: usize) -> Option<usize> {
 pub enum Promise {
     /// A step refuses what it may not use.
     RefusesSteps,
+    /// A replay refuses what it may not use.
+    RefusesReplays,
     /// A row is its own token's.
     OwnRow,
     /// An adapter that was replaced or unloaded is gone.
@@ -563,8 +882,9 @@ pub enum Promise {
     KeepsInGroup,
 }
 
-pub const PROMISES: [Promise; 8] = [
+pub const PROMISES: [Promise; 9] = [
     Promise::RefusesSteps,
+    Promise::RefusesReplays,
     Promise::OwnRow,
     Promise::Unloads,
     Promise::LoadsWhole,
@@ -587,6 +907,14 @@ impl<D: Device> Broken<D> {
 }
 
 impl<D: Device> Device for Broken<D> {
+    type Reservation = D::Reservation;
+    type Filled = D::Filled;
+    type Graph = D::Graph;
+
+    const HAS_GRAPHS: bool = D::HAS_GRAPHS;
+    const ROW_BYTES: usize = D::ROW_BYTES;
+    const ROUTINGS: usize = D::ROUTINGS;
+
     fn model(&self) -> &Model {
         self.device.model()
     }
@@ -599,6 +927,18 @@ impl<D: Device> Device for Broken<D> {
             let _ = self.device.unload(to, slot);
         }
         result
+    }
+
+    fn reserve(&mut self, image: &SlotImage<'_>) -> Result<D::Reservation, LoadError> {
+        self.device.reserve(image)
+    }
+
+    fn fill(&mut self, room: D::Reservation, image: &SlotImage<'_>, panics: bool) -> Result<D::Filled, LoadError> {
+        self.device.fill(room, image, panics)
+    }
+
+    fn commit_filled(&mut self, to: Table, slot: Slot, filled: D::Filled) -> Result<Resident, LoadError> {
+        self.device.commit_filled(to, slot, filled)
     }
 
     fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError> {
@@ -616,8 +956,8 @@ impl<D: Device> Device for Broken<D> {
         self.device.used()
     }
 
-    fn step(&mut self, of: Of, slots: &[Slot]) -> Result<Vec<f32>, OperandError> {
-        let result = self.device.step(of, slots);
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
+        let result = self.device.step(of, routing, slots);
         match result {
             Err(_) if self.breaks(Promise::RefusesSteps) => Ok(vec![0.0; slots.len()]),
             Ok(mut added) if self.breaks(Promise::OwnRow) => {
@@ -626,6 +966,16 @@ impl<D: Device> Device for Broken<D> {
             }
             result => result,
         }
+    }
+
+    fn capture(&mut self, of: Of, captured: Captured) -> Result<D::Graph, Refused> {
+        self.device.capture(of, captured)
+    }
+
+    fn replay(&mut self, graph: &mut D::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
+        let result = self.device.replay(graph, of, routing, slots);
+        let is_refused = matches!(result, Err(Refused::OtherGraph | Refused::WithoutAdapters));
+        if is_refused && self.breaks(Promise::RefusesReplays) { Ok(vec![0.0; slots.len()]) } else { result }
     }
 
     fn step_beside(
@@ -665,6 +1015,10 @@ impl<D: Device> Device for Broken<D> {
 
     fn left(&mut self) -> [usize; 2] {
         self.device.left()
+    }
+
+    fn renew_pool(&mut self) {
+        self.device.renew_pool();
     }
 
     fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {

@@ -8,6 +8,7 @@
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
 mod any_calls;
+mod backend;
 #[path = "../common/mod.rs"]
 mod common;
 mod failures;

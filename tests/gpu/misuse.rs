@@ -1,0 +1,210 @@
+//! Mistakes with graphs, streams and routings, each by its name, and those of every backend (tests/model/misuse.rs).
+
+use aril::{
+    DType, Slot,
+    cuda::{Buffer, LaunchError, Queue, Step, WeightTable},
+    plan::Capacity,
+    routing::Batch,
+};
+
+use crate::{
+    backend::{Backend, Graph, LoraLinear, Matrix, MatrixMut, Routing, Workspace},
+    model::misuse::{Mistake, Outcome, World, capacity, check, every_mistake_is_named},
+};
+
+const FEATURES: usize = 64;
+
+/// A graph of this many tokens on the world's objects.
+fn capture(world: &mut World<'_>, tokens: usize) -> Result<Graph, LaunchError> {
+    let layer = LoraLinear::new(&world.weights, world.id)?;
+    let (x, y) = (&world.x, &mut world.y);
+    world.weights.capture(&world.routing, tokens, &mut world.workspace, |step| {
+        layer.add_delta(step, Matrix::<f32>::new(x, tokens, FEATURES)?, MatrixMut::<f32>::new(y, tokens, FEATURES)?)
+    })
+}
+
+/// Captures what `record` does beside an operation.
+fn capturing(world: &mut World<'_>, record: impl FnOnce(&WeightTable, &mut Step<'_>) -> Outcome) -> Outcome {
+    let mut result = Ok(());
+    let captured = world.weights.capture::<LaunchError>(&world.routing, 1, &mut world.workspace, |step| {
+        result = record(&world.weights, step);
+        Ok(())
+    });
+    result?;
+    Ok(captured.map(drop)?)
+}
+
+/// A step on a table, a routing and a workspace.
+fn step(weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace) -> Outcome {
+    let batch = routing.update(&Batch::new(&[Slot::BASE]))?;
+    Ok(weights.step(&batch, workspace).map(drop)?)
+}
+
+const MISTAKES: &[Mistake] = &[
+    Mistake {
+        number: 2,
+        what: "a routing is for another number of slots than the table",
+        error: "the routing has 1 slots, but the table has 2",
+        make: |world| {
+            let mut routing = world.backend.routing(0, capacity().slots(1));
+            step(&world.weights, &mut routing, &mut world.workspace)
+        },
+    },
+    Mistake {
+        number: 3,
+        what: "a workspace is one of another stream",
+        error: "the workspace was created on a different stream",
+        make: |world| {
+            let mut workspace = world.backend.workspace(1, &world.weights);
+            step(&world.weights, &mut world.routing, &mut workspace)
+        },
+    },
+    Mistake {
+        number: 3,
+        what: "a workspace is too small",
+        error: "the workspace has",
+        make: |world| {
+            world.workspace = Workspace::with_bytes(world.backend.queue(0), aril::plan::WorkspaceBytes::default())?;
+            capture(world, 1).map(drop)?;
+            Ok(())
+        },
+    },
+    Mistake {
+        number: 5,
+        what: "a routing is one of another stream",
+        error: "the batch was created on a different stream",
+        make: |world| {
+            let mut routing = world.backend.routing(1, capacity());
+            step(&world.weights, &mut routing, &mut world.workspace)
+        },
+    },
+    Mistake {
+        number: 5,
+        what: "an operand is a buffer of another stream",
+        error: "was created on a different stream",
+        make: |world| {
+            world.x = world.backend.elements(1, &[1.0; FEATURES]);
+            Ok(capture(world, 1).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 15,
+        what: "a host runs further ahead than its routing has staging buffers",
+        error: "all 1 staging buffers of the routing are in use",
+        make: |world| {
+            let mut routing = Routing::new(world.backend.queue(0), capacity(), 1)?;
+            // The stream waits for what the host enqueues faster than the device copies.
+            for _ in 0..100_000 {
+                routing.update(&Batch::new(&[Slot::BASE]))?;
+            }
+            Ok(())
+        },
+    },
+    Mistake {
+        number: 16,
+        what: "a graph is smaller than the batch",
+        error: "is 2, but must be at most 1",
+        make: |world| {
+            let mut graph = capture(world, 1)?;
+            let batch = world.routing.update(&Batch::new(&[Slot::new(0); 2]))?;
+            Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
+        },
+    },
+    Mistake {
+        number: 17,
+        what: "another routing than the captured one was updated",
+        error: "the graph was captured with another routing than the step's",
+        make: |world| {
+            let mut graph = capture(world, 1)?;
+            let mut other = world.backend.routing(0, capacity());
+            let batch = other.update(&Batch::new(&[Slot::new(0)]))?;
+            Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
+        },
+    },
+    Mistake {
+        number: 17,
+        what: "a graph is replayed in a step of another table",
+        error: "the graph was captured with another",
+        make: |world| {
+            let mut graph = capture(world, 1)?;
+            let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16);
+            let batch = world.routing.update(&Batch::new(&[Slot::new(0)]))?;
+            Ok(graph.replay(&mut other.step(&batch, &mut world.workspace)?)?)
+        },
+    },
+    Mistake {
+        number: 17,
+        what: "a graph without adapters is replayed for a batch with one",
+        error: "the graph was captured without adapters, and the batch has one",
+        make: |world| {
+            let (x, y) = (&world.x, &mut world.y);
+            let mut graph = world.weights.capture_without_adapters::<LaunchError>(
+                &world.routing,
+                1,
+                &mut world.workspace,
+                |step| step.copy(x.slice(0..1), y.slice_mut(0..1)),
+            )?;
+            let batch = world.routing.update(&Batch::new(&[Slot::new(0)]))?;
+            Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
+        },
+    },
+    Mistake {
+        number: 18,
+        what: "an adapter is loaded during a capture",
+        error: "the stream is being captured",
+        make: |world| {
+            let adapter = crate::model::misuse::adapter("m.q", 8, 1.0);
+            let image = adapter.plan(&world.model, DType::F32)?;
+            capturing(world, |weights, _| Ok(weights.load(Slot::new(1), &image).map(drop)?))
+        },
+    },
+    Mistake {
+        number: 18,
+        what: "nothing is captured",
+        error: "the captured step enqueued no work",
+        make: |world| capturing(world, |_, _| Ok(())),
+    },
+    Mistake {
+        number: 18,
+        what: "a queue copies during a capture",
+        error: "the stream is being captured",
+        make: |world| {
+            let (queue, x) = (world.backend.queue(0).clone(), world.backend.elements(0, &[1.0; 4]));
+            let mut to = Buffer::zeros(&queue, 4)?;
+            capturing(world, |_, _| Ok(Queue::copy(&queue, &x, &mut to)?))
+        },
+    },
+    Mistake {
+        number: 18,
+        what: "an operand of a captured step is borrowed",
+        error: "is borrowed, but the operands of a captured step must be buffers",
+        make: |world| {
+            let stream = world.backend.queue(0).stream();
+            let slice = stream.alloc_zeros::<f32>(FEATURES)?;
+            let layer = LoraLinear::new(&world.weights, world.id)?;
+            let (routing, y) = (&world.routing, &mut world.y);
+            let captured = world.weights.capture::<LaunchError>(routing, 1, &mut world.workspace, |step| {
+                layer.add_delta(step, Matrix::new(&slice, 1, FEATURES)?, MatrixMut::<f32>::new(y, 1, FEATURES)?)
+            });
+            Ok(captured.map(drop)?)
+        },
+    },
+    Mistake {
+        number: 18,
+        what: "a graph is longer than its routing",
+        error: "is 4, but must be at most 2",
+        make: |world| {
+            world.x = world.backend.elements(0, &[1.0; 4 * FEATURES]);
+            world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8));
+            Ok(capture(world, 4).map(drop)?)
+        },
+    },
+];
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_mistake_is_named_on_the_gpu() {
+    let backend = Backend::new();
+    every_mistake_is_named(&backend);
+    check(&backend, MISTAKES);
+}

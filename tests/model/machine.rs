@@ -1,0 +1,295 @@
+//! The backend of this binary as a [`Device`]: one source, which `crate::backend` makes that of the CPU or of the GPU.
+
+use std::{
+    panic::{self, AssertUnwindSafe},
+    thread,
+    time::{Duration, Instant},
+};
+
+use aril::{
+    DType, Slot,
+    adapter::SlotImage,
+    error::{LoadError, SlotError},
+    group::{Group, GroupError, GroupPool, InProcess},
+    model::{LinearId, Model},
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
+    residency::Resident,
+    routing::Batch,
+};
+
+use super::{
+    ADAPTERS, BYTES, Captured, Device, FEATURES, Of, PENDING, Refused, SLOTS, STREAMS, Table, capacity,
+    routing_capacity, spec,
+};
+use crate::backend::{
+    self, AdapterPool, Backend, Elements, Error, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing,
+    Staging, Step, WeightTable, Workspace, refused,
+};
+
+/// Rows of the operands, more than any batch has.
+const ROWS: usize = 16;
+
+pub struct Machine {
+    backend: Backend,
+    model: Model,
+    id: LinearId,
+    plain: WeightTable,
+    pool: AdapterPool,
+    streams: Vec<StreamId>,
+    group: GroupPool<InProcess, WeightTable>,
+    lanes: Vec<Lane>,
+    staging: Staging,
+}
+
+/// What the steps of a stream have in common.
+struct Lane {
+    routings: Vec<Routing>,
+    workspace: Workspace,
+    x: Elements,
+    y: Elements,
+}
+
+/// Operations on a step: its own delta, or a replay.
+enum Work<'a> {
+    AddDelta,
+    Replay(&'a mut Graph),
+}
+
+impl Machine {
+    pub fn new(backend: Backend) -> Self {
+        let (model, id) = spec();
+        let table = |adapters| backend.table(&model, DType::F32, capacity(), adapters * (BYTES + backend::ROW_BYTES));
+        let ranks = InProcess::group(1, Duration::from_secs(60)).pop().unwrap();
+        let group = GroupPool::new(Group::new(ranks, table(SLOTS + 1)).unwrap()).unwrap();
+        // Room for what is loaded beside what a step keeps, and for what is not committed yet.
+        let plain = table(2 * SLOTS + 1 + PENDING);
+        let (pool, streams) = new_pool(&backend, &model);
+        let lanes = (0..STREAMS).map(|stream| Lane {
+            routings: (0..backend::ROUTINGS).map(|i| backend.routing(stream, routing_capacity(i))).collect(),
+            workspace: backend.workspace(stream, &plain),
+            x: backend.elements(stream, &[1.0; ROWS * FEATURES]),
+            y: backend.elements(stream, &[0.0; ROWS * FEATURES]),
+        });
+        let (lanes, staging) = (lanes.collect(), plain.staging().unwrap());
+        Self { id, plain, pool, streams, group, lanes, staging, backend, model }
+    }
+
+    fn table(&self, table: Table) -> &WeightTable {
+        match table {
+            Table::Plain => &self.plain,
+            Table::Pool => self.pool.weights(StreamId::FIRST).unwrap(),
+            Table::Group => self.group.table(),
+        }
+    }
+
+    /// What a step adds to each row.
+    fn run(&mut self, of: Of, routing: usize, slots: &[Slot], work: Work<'_>) -> Result<Vec<f32>, Error> {
+        let Self { plain, pool, group, lanes, streams, .. } = self;
+        let (table, lane) = match of {
+            Of::Table(Table::Plain) => (&*plain, 0),
+            Of::Table(Table::Pool) => (pool.weights(streams[0]).unwrap(), 0),
+            Of::Pool(stream) => (pool.weights(streams[stream]).unwrap(), stream),
+            Of::Table(Table::Group) | Of::Group => (group.table(), 0),
+        };
+        let layer = LoraLinear::new(table, self.id).unwrap();
+        let Lane { routings, workspace, x, y } = &mut lanes[lane];
+        backend::write(y, &[0.0; ROWS * FEATURES]);
+        let batch = routings[routing].update(&Batch::new(slots))?;
+        let mut step = match of {
+            Of::Table(_) => table.step(&batch, workspace)?,
+            Of::Pool(stream) => pool.step(streams[stream], &batch, workspace)?,
+            Of::Group => group.step(&batch, workspace)?,
+        };
+        match work {
+            Work::AddDelta => add_delta(&layer, &mut step, x, y)?,
+            Work::Replay(graph) => backend::replay(graph, &mut step)?,
+        }
+        drop(step);
+        let mut added = added(y);
+        let others = added.split_off(slots.len());
+        assert!(others.iter().all(|added| *added == 0.0), "rows beyond the batch of {} have {others:?}", slots.len());
+        Ok(added)
+    }
+}
+
+/// A pool with a table for each stream.
+fn new_pool(backend: &Backend, model: &Model) -> (AdapterPool, Vec<StreamId>) {
+    // Whatever blocks of the arena are in use, there is room for another: the slots alone say whether the pool is full.
+    let [device, host] = [4 * SLOTS, ADAPTERS].map(|count| AdapterPool::arena_bytes(model, DType::F32, 8, count));
+    let config = PoolConfig::arena_bytes(device).host_bytes(host).loaders(1);
+    let mut pool = backend.pool(model, DType::F32, capacity(), config);
+    let others = (1..STREAMS).map(|stream| backend.add_stream(&mut pool, stream));
+    let streams = [StreamId::FIRST].into_iter().chain(others).collect();
+    (pool, streams)
+}
+
+/// The step loop of an engine, for one layer.
+fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, x: &Elements, y: &mut Elements) -> Result<(), Error> {
+    let rows = step.num_tokens();
+    layer.add_delta(step, Matrix::<f32>::new(x, rows, FEATURES)?, MatrixMut::<f32>::new(y, rows, FEATURES)?)
+}
+
+/// What was added to each row.
+fn added(y: &Elements) -> Vec<f32> {
+    let mut all = vec![f32::NAN; ROWS * FEATURES];
+    backend::read(y, &mut all);
+    let rows = all.chunks(FEATURES);
+    rows.inspect(|row| assert!(row.iter().all(|value| *value == row[0]))).map(|row| row[0]).collect()
+}
+
+/// The loader of an engine.
+fn load(weights: &WeightTable, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
+    let filled = weights.reserve(image)?.fill(image, &mut weights.staging()?)?;
+    filled.wait()?;
+    assert!(filled.is_ready());
+    weights.commit(slot, filled)
+}
+
+/// A result, or that the call panicked. With `panics`, the callback that it gets panics.
+fn panicking<T>(
+    panics: bool,
+    call: impl FnOnce(&mut dyn FnMut(usize)) -> Result<T, LoadError>,
+) -> Result<T, LoadError> {
+    let mut progress = |_| {
+        if panics {
+            panic::resume_unwind(Box::new(()))
+        }
+    };
+    let panicked = |_| Err(LoadError::Panicked { message: String::new() });
+    panic::catch_unwind(AssertUnwindSafe(|| call(&mut progress))).unwrap_or_else(panicked)
+}
+
+impl Device for Machine {
+    type Reservation = Reservation;
+    type Filled = Filled;
+    type Graph = Graph;
+
+    const HAS_GRAPHS: bool = backend::HAS_GRAPHS;
+    const ROW_BYTES: usize = backend::ROW_BYTES;
+    const ROUTINGS: usize = backend::ROUTINGS;
+
+    fn model(&self) -> &Model {
+        &self.model
+    }
+
+    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError> {
+        panicking(panics, |progress| self.table(to).load_with_progress(slot, image, progress))
+    }
+
+    fn reserve(&mut self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+        self.plain.reserve(image)
+    }
+
+    fn fill(&mut self, room: Reservation, image: &SlotImage<'_>, panics: bool) -> Result<Filled, LoadError> {
+        panicking(panics, |progress| room.fill_with_progress(image, &mut self.staging, progress))
+    }
+
+    fn commit_filled(&mut self, to: Table, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+        self.table(to).commit(slot, filled)
+    }
+
+    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError> {
+        self.table(from).unload(slot)
+    }
+
+    fn check(&self, residents: &[Resident]) -> Result<(), SlotError> {
+        self.plain.check(residents.iter().copied())
+    }
+
+    fn used(&self) -> [usize; 2] {
+        [self.plain.usage().used, self.plain.loaded().iter().map(|info| info.bytes).sum()]
+    }
+
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
+        self.run(of, routing, slots, Work::AddDelta).map_err(refused)
+    }
+
+    fn capture(&mut self, of: Of, captured: Captured) -> Result<Graph, Refused> {
+        let stream = if let Of::Pool(stream) = of { stream } else { 0 };
+        let Self { plain, pool, group, lanes, streams, .. } = self;
+        let table = match of {
+            Of::Table(Table::Plain) => &*plain,
+            Of::Table(Table::Pool) | Of::Pool(_) => pool.weights(streams[stream]).unwrap(),
+            Of::Table(Table::Group) | Of::Group => group.table(),
+        };
+        let layer = LoraLinear::new(table, self.id).unwrap();
+        let Lane { routings, workspace, x, y } = &mut lanes[stream];
+        backend::capture(table, &routings[captured.routing], captured, workspace, |step| add_delta(&layer, step, x, y))
+            .map_err(refused)
+    }
+
+    fn replay(&mut self, graph: &mut Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
+        self.run(of, routing, slots, Work::Replay(graph)).map_err(refused)
+    }
+
+    fn step_beside(
+        &mut self,
+        slots: &[Slot],
+        to: Slot,
+        image: &SlotImage<'_>,
+    ) -> (Vec<f32>, Result<Resident, LoadError>) {
+        let plain = self.plain.clone();
+        thread::scope(|threads| {
+            let loader = threads.spawn(move || load(&plain, to, image));
+            let added = self.run(Of::Table(Table::Plain), 0, slots, Work::AddDelta).unwrap();
+            (added, loader.join().unwrap())
+        })
+    }
+
+    fn register(&mut self, source: Source) -> AdapterId {
+        self.pool.register(source).unwrap()
+    }
+
+    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.pool.unregister(id)
+    }
+
+    fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError> {
+        let start = Instant::now();
+        loop {
+            let result = self.pool.acquire(id, self.streams[stream]);
+            let is_copying = self.pool.snapshot().copying > 0;
+            match result {
+                Err(PoolError::Loading { .. }) => drop(self.pool.wait(Duration::from_secs(30))),
+                Err(PoolError::Full) if is_copying => thread::yield_now(),
+                result => return result,
+            }
+            assert!(start.elapsed() < Duration::from_secs(30), "nothing loads");
+        }
+    }
+
+    fn commit(&mut self, stream: usize) {
+        self.pool.commit(self.streams[stream]).unwrap();
+    }
+
+    fn leases(&mut self) -> usize {
+        self.pool.poll();
+        self.pool.snapshot().leases
+    }
+
+    fn left(&mut self) -> [usize; 2] {
+        while self.pool.wait(Duration::from_secs(30)) {}
+        while self.pool.snapshot().copying > 0 {
+            self.pool.poll();
+        }
+        self.pool.poll();
+        let snapshot = self.pool.snapshot();
+        [snapshot.device_memory.used, snapshot.host_memory.used]
+    }
+
+    fn renew_pool(&mut self) {
+        (self.pool, self.streams) = new_pool(&self.backend, &self.model);
+    }
+
+    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
+        self.group.acquire_from(version, source)
+    }
+
+    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError> {
+        self.group.release(version)
+    }
+
+    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError> {
+        self.group.remove(version)
+    }
+}

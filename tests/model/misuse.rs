@@ -1,0 +1,440 @@
+//! Mistakes that an engine makes, and the error by which each is refused: one source for every backend.
+//!
+//! What has no row here does not compile, and is a `compile_fail` doctest:
+//!
+//! | mistake | doctest |
+//! |---|---|
+//! | a step after the next update of its routing; a routing that is updated between a step and a replay | `cuda::doctests::Stale`, `UpdatedUnderReplay` |
+//! | a captured step that outlives its capture | `KeptStep` |
+//! | routes of another batch | `StaleRoutes`, `StaleAlignment` |
+//! | an expand of another shrink's sums | `ExpandedAfterOthers`, `cpu::LoraLinear::shrink` |
+//! | a commit of the pool under a step | `CommittedUnderStep`, `cpu::AdapterPool::step` |
+//! | an adapter that is committed twice | `CommittedTwice` |
+//! | x and y exchanged, of two types, or one matrix; W that is written or freed under its fused linear | `Swapped`, `OtherType`, `BorrowedW` |
+//! | operations of a graph without a step | `Graph::replay` takes one |
+//!
+//! Those of graphs, streams and routings are in tests/gpu/misuse.rs, and wrong operands of each operation in tests/common/wrong.rs.
+
+use std::{error::Error, sync::Arc, time::Duration};
+
+use aril::{
+    DType, Slot,
+    adapter::{Adapter, Tensor},
+    error::LoadError,
+    group::{Group, GroupPool, InProcess},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    plan::Capacity,
+    pool::{AdapterId, PoolConfig, PoolError, Source, StreamId},
+    routing::Batch,
+};
+
+use crate::backend::{
+    AdapterPool, Backend, Elements, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, read,
+};
+
+const FEATURES: usize = 64;
+const TOKENS: usize = 2;
+const SLOTS: usize = 2;
+const RANK: usize = 8;
+/// An adapter, in `f32`.
+const BYTES: usize = 2 * RANK * FEATURES * 4;
+const FIRST: StreamId = StreamId::FIRST;
+
+pub type Outcome = Result<(), Box<dyn Error>>;
+
+/// A table with an adapter in slot 0, which adds 3, and what a step needs.
+pub struct World<'a> {
+    pub backend: &'a Backend,
+    pub model: Model,
+    pub id: LinearId,
+    pub weights: WeightTable,
+    pub routing: Routing,
+    pub workspace: Workspace,
+    pub x: Elements,
+    pub y: Elements,
+}
+
+pub fn model() -> (Model, LinearId) {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
+    (spec.shard(TpRank::SINGLE).unwrap(), id)
+}
+
+pub fn capacity() -> Capacity {
+    Capacity::tokens(TOKENS).slots(SLOTS).rank(RANK)
+}
+
+/// An adapter of a module that adds `value` where x is ones.
+pub fn adapter(module: &str, rank: usize, value: f32) -> Adapter {
+    let tensor = |shape: [usize; 2], value: f32| {
+        let bytes = bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec();
+        Tensor::new(DType::F32, shape, bytes).unwrap()
+    };
+    let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value / (rank * FEATURES) as f32));
+    let tensors = [(format!("{module}.lora_A.weight"), a), (format!("{module}.lora_B.weight"), b)];
+    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors).unwrap()
+}
+
+impl<'a> World<'a> {
+    pub fn new(backend: &'a Backend) -> Self {
+        let (model, id) = model();
+        let weights = backend.table(&model, DType::F32, capacity(), 16 * BYTES);
+        let world = Self {
+            routing: backend.routing(0, capacity()),
+            workspace: backend.workspace(0, &weights),
+            x: backend.elements(0, &[1.0; (TOKENS + 1) * FEATURES]),
+            y: backend.elements(0, &[0.0; (TOKENS + 1) * FEATURES]),
+            backend,
+            model,
+            id,
+            weights,
+        };
+        world.load(&world.weights, 0, 3.0).unwrap();
+        world
+    }
+
+    pub fn load(&self, weights: &WeightTable, slot: u16, value: f32) -> Result<(), LoadError> {
+        let adapter = adapter("m.q", RANK, value);
+        weights.load(Slot::new(slot), &adapter.plan(&self.model, DType::F32).unwrap()).map(drop)
+    }
+
+    fn source(&self, value: f32) -> Source {
+        Source::memory(Arc::new(adapter("m.q", RANK, value)), &self.model, DType::F32).unwrap()
+    }
+
+    fn pool(&self) -> AdapterPool {
+        let bytes = AdapterPool::arena_bytes(&self.model, DType::F32, RANK, 4 * SLOTS);
+        let config = PoolConfig::arena_bytes(bytes).host_bytes(bytes).loaders(1);
+        self.backend.pool(&self.model, DType::F32, capacity(), config)
+    }
+
+    /// A step on the world's table.
+    fn step(&mut self, slots: &[Slot]) -> Outcome {
+        let layer = LoraLinear::new(&self.weights, self.id)?;
+        let batch = self.routing.update(&Batch::new(slots))?;
+        let mut step = self.weights.step(&batch, &mut self.workspace)?;
+        let rows = step.num_tokens();
+        let (x, y) =
+            (Matrix::<f32>::new(&self.x, rows, FEATURES)?, MatrixMut::<f32>::new(&mut self.y, rows, FEATURES)?);
+        Ok(layer.add_delta(&mut step, x, y)?)
+    }
+
+    /// A step on a pool's table.
+    fn step_of(&mut self, pool: &AdapterPool, stream: StreamId, slots: &[Slot]) -> Outcome {
+        let layer = LoraLinear::new(pool.weights(stream).ok_or("no such stream")?, self.id)?;
+        let batch = self.routing.update(&Batch::new(slots))?;
+        let mut step = pool.step(stream, &batch, &mut self.workspace)?;
+        let rows = step.num_tokens();
+        let (x, y) =
+            (Matrix::<f32>::new(&self.x, rows, FEATURES)?, MatrixMut::<f32>::new(&mut self.y, rows, FEATURES)?);
+        Ok(layer.add_delta(&mut step, x, y)?)
+    }
+
+    /// An operation with these rows and strides of x and y, and of a layer of the model that `id` is of.
+    fn operands(&mut self, id: LinearId, x: [usize; 2], y: [usize; 2]) -> Outcome {
+        let layer = LoraLinear::new(&self.weights, id)?;
+        let slots = [Slot::new(0); TOKENS];
+        let batch = self.routing.update(&Batch::new(&slots))?;
+        let mut step = self.weights.step(&batch, &mut self.workspace)?;
+        let x = Matrix::<f32>::strided(&self.x, x[0], FEATURES, x[1])?;
+        Ok(layer.add_delta(&mut step, x, MatrixMut::<f32>::strided(&mut self.y, y[0], FEATURES, y[1])?)?)
+    }
+}
+
+/// Leases an adapter once it is loaded.
+fn acquire(pool: &mut AdapterPool, id: AdapterId) -> Result<aril::pool::Lease, PoolError> {
+    loop {
+        match pool.acquire(id, FIRST) {
+            Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
+            result => return result,
+        }
+    }
+}
+
+/// A mistake, the number that it has among the mistakes of hurried authors, and the error, by a part of its text.
+pub struct Mistake {
+    pub number: u32,
+    pub what: &'static str,
+    pub error: &'static str,
+    pub make: fn(&mut World<'_>) -> Outcome,
+}
+
+const MISTAKES: &[Mistake] = &[
+    Mistake {
+        number: 1,
+        what: "a slot is used after its adapter was replaced",
+        error: "the adapter of slot 0 (generation 1) has been unloaded or replaced",
+        make: |world| {
+            let resident = world.weights.loaded()[0].resident;
+            world.load(&world.weights, 0, 5.0)?;
+            Ok(world.weights.check([resident])?)
+        },
+    },
+    Mistake {
+        number: 1,
+        what: "a slot is used after its adapter was unloaded",
+        error: "the adapter of slot 0 (generation 1) has been unloaded or replaced",
+        make: |world| {
+            let resident = world.weights.loaded()[0].resident;
+            world.weights.unload(Slot::new(0))?;
+            Ok(world.weights.check([resident])?)
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch names a slot of another table",
+        error: "the batch names slot 2, which is not one of the 2 slots",
+        make: |world| world.step(&[Slot::new(2)]),
+    },
+    Mistake {
+        number: 2,
+        what: "a layer belongs to another description of the same model",
+        error: "ModelSpec",
+        make: |world| {
+            let (_, other) = model();
+            world.operands(other, [TOKENS, FEATURES], [TOKENS, FEATURES])
+        },
+    },
+    Mistake {
+        number: 5,
+        what: "a step is of another stream than the lease",
+        error: "the batch names slot 0 of an adapter pool, which no lease holds",
+        make: |world| {
+            let mut pool = world.pool();
+            let other = world.backend.add_stream(&mut pool, 0);
+            let id = pool.register(world.source(5.0))?;
+            let lease = acquire(&mut pool, id)?;
+            world.step_of(&pool, other, &[lease.slot()])
+        },
+    },
+    Mistake {
+        number: 5,
+        what: "a stream is one of another pool",
+        error: "the pool has no stream StreamId(1)",
+        make: |world| {
+            let (mut pool, mut other) = (world.pool(), world.pool());
+            let stream = world.backend.add_stream(&mut other, 0);
+            let id = pool.register(world.source(5.0))?;
+            Ok(pool.acquire(id, stream).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 6,
+        what: "the operands have another element type than the table",
+        error: "`x` is f32, but must be bf16",
+        make: |world| {
+            world.weights = world.backend.table(&world.model, DType::BF16, capacity(), 16 * BYTES);
+            world.step(&[Slot::BASE])
+        },
+    },
+    Mistake {
+        number: 7,
+        what: "a batch has more tokens than the capacity",
+        error: "the batch's tokens is 3, but must be at most 2",
+        make: |world| world.step(&[Slot::BASE; TOKENS + 1]),
+    },
+    Mistake {
+        number: 8,
+        what: "rows overlap",
+        error: "`y` has row stride 32, but must have at least its 64 columns",
+        make: |world| world.operands(world.id, [TOKENS, FEATURES], [TOKENS, 32]),
+    },
+    Mistake {
+        number: 8,
+        what: "rows are beyond the buffer",
+        error: "`x` is [2, 64] with row stride 256, but its buffer has only 192 elements",
+        make: |world| world.operands(world.id, [TOKENS, 256], [TOKENS, FEATURES]),
+    },
+    Mistake {
+        number: 8,
+        what: "an operand has other rows than the batch has tokens",
+        error: "`x` is [1, 64], but must be [2, 64]",
+        make: |world| world.operands(world.id, [1, FEATURES], [TOKENS, FEATURES]),
+    },
+    Mistake {
+        number: 9,
+        what: "an adapter is of another model",
+        error: "m.v",
+        make: |world| Ok(adapter("m.v", RANK, 1.0).plan(&world.model, DType::F32).map(drop)?),
+    },
+    Mistake {
+        number: 9,
+        what: "an adapter was planned for another description",
+        error: "the adapter was planned for another model or tensor-parallel rank than the table's",
+        make: |world| {
+            let (adapter, (other, _)) = (adapter("m.q", RANK, 1.0), model());
+            Ok(world.weights.load(Slot::new(0), &adapter.plan(&other, DType::F32)?).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 9,
+        what: "a pool's source is of another description",
+        error: "the adapter was planned for another model or tensor-parallel rank than the table's",
+        make: |world| {
+            let source = Source::memory(Arc::new(adapter("m.q", RANK, 1.0)), &model().0, DType::F32)?;
+            Ok(world.pool().register(source).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 10,
+        what: "an adapter is committed to another table than it was reserved in",
+        error: "the adapter was loaded into memory reserved in another table",
+        make: |world| {
+            let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
+            let adapter = adapter("m.q", RANK, 1.0);
+            let image = adapter.plan(&world.model, DType::F32)?;
+            let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
+            Ok(other.commit(Slot::new(0), filled).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 10,
+        what: "an adapter is committed to a slot that does not exist",
+        error: "slot 99 is not one of the table's 2 slots",
+        make: |world| {
+            let adapter = adapter("m.q", RANK, 1.0);
+            let image = adapter.plan(&world.model, DType::F32)?;
+            let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
+            Ok(world.weights.commit(Slot::new(99), filled).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 11,
+        what: "the code that watches a load panics",
+        error: "on purpose",
+        make: |world| {
+            let adapter = adapter("m.q", RANK, 1.0);
+            let image = adapter.plan(&world.model, DType::F32)?;
+            let load = || {
+                world
+                    .weights
+                    .load_with_progress(Slot::new(1), &image, |_| std::panic::resume_unwind(Box::new("on purpose")))
+            };
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(load)).unwrap_err();
+            Err((*panicked.downcast::<&str>().unwrap()).into())
+        },
+    },
+    Mistake {
+        number: 12,
+        what: "an adapter is leased after it was unregistered",
+        error: "is not registered",
+        make: |world| {
+            let mut pool = world.pool();
+            let id = pool.register(world.source(5.0))?;
+            let lease = acquire(&mut pool, id)?;
+            pool.unregister(id)?;
+            // The lease keeps it.
+            world.step_of(&pool, FIRST, &[lease.slot()])?;
+            Ok(acquire(&mut pool, id).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 14,
+        what: "an adapter's rank is above the capacity",
+        error: "the adapter has rank 16, but the table accepts ranks up to 8",
+        make: |world| {
+            let adapter = adapter("m.q", 16, 1.0);
+            Ok(world.weights.load(Slot::new(0), &adapter.plan(&world.model, DType::F32)?).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 14,
+        what: "an image has another element type than the table",
+        error: "the adapter was planned as f16, but the table holds f32",
+        make: |world| {
+            let adapter = adapter("m.q", RANK, 1.0);
+            Ok(world.weights.load(Slot::new(0), &adapter.plan(&world.model, DType::F16)?).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 14,
+        what: "an arena is too small",
+        error: "contiguous bytes, but the largest free block of the weight table has 2048",
+        make: |world| {
+            let small = world.backend.table(&world.model, DType::F32, capacity(), 2048);
+            Ok(world.load(&small, 0, 1.0)?)
+        },
+    },
+    Mistake {
+        number: 14,
+        what: "a slot is beyond the table",
+        error: "slot 2 is not one of the table's 2 slots",
+        make: |world| Ok(world.load(&world.weights, 2, 1.0)?),
+    },
+    Mistake {
+        number: 19,
+        what: "an engine loads into a pool's table",
+        error: "the table belongs to an adapter pool, which alone loads and unloads adapters",
+        make: |world| {
+            let pool = world.pool();
+            Ok(world.load(pool.weights(FIRST).ok_or("no first stream")?, 0, 1.0)?)
+        },
+    },
+    Mistake {
+        number: 19,
+        what: "an engine steps on a pool's table",
+        error: "the table belongs to an adapter pool, which alone starts steps: call `step` of the pool",
+        make: |world| {
+            let pool = world.pool();
+            world.weights = pool.weights(FIRST).ok_or("no first stream")?.clone();
+            world.step(&[Slot::BASE])
+        },
+    },
+    Mistake {
+        number: 19,
+        what: "a slot is used after the lease and the commit",
+        error: "the batch names slot 0 of an adapter pool, which no lease holds",
+        make: |world| {
+            let mut pool = world.pool();
+            let id = pool.register(world.source(5.0))?;
+            let slot = acquire(&mut pool, id)?.slot();
+            pool.commit(FIRST)?;
+            world.step_of(&pool, FIRST, &[slot])
+        },
+    },
+    Mistake {
+        number: 19,
+        what: "commits are forgotten",
+        error: "the device has no room until other adapters are released",
+        make: |world| {
+            let mut pool = world.pool();
+            for value in [1.0, 2.0, 3.0] {
+                let id = pool.register(world.source(value))?;
+                drop(acquire(&mut pool, id)?);
+            }
+            Ok(())
+        },
+    },
+    Mistake {
+        number: 22,
+        what: "the table of a group's pool is unloaded behind its back",
+        error: "the table belongs to an adapter pool, which alone loads and unloads adapters",
+        make: |world| {
+            let ranks = InProcess::group(1, Duration::from_secs(60)).pop().ok_or("no rank")?;
+            let table = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
+            let mut pool = GroupPool::new(Group::new(ranks, table)?)?;
+            let slot = pool.acquire_from(1, &world.source(5.0))?;
+            Ok(pool.table().unload(slot)?)
+        },
+    },
+];
+
+/// Makes each mistake in a world of its own. None adds anything to y, or takes memory for good.
+pub fn check(backend: &Backend, mistakes: &[Mistake]) {
+    for Mistake { number, what, error, make } in mistakes {
+        let mut world = World::new(backend);
+        let result = make(&mut world);
+        let text = result.err().map(|error| error.to_string());
+        assert!(text.as_ref().is_some_and(|text| text.contains(error)), "{number}, {what}: {text:?}");
+        let mut y = [f32::NAN; (TOKENS + 1) * FEATURES];
+        read(&world.y, &mut y);
+        let is_whole = |value: &f32| *value == 0.0 || *number == 12;
+        assert!(y.iter().all(is_whole), "{number}, {what}: y was written");
+        let used: usize = world.weights.loaded().iter().map(|info| info.bytes).sum();
+        assert_eq!(world.weights.usage().used, used, "{number}, {what}: memory is lost");
+    }
+}
+
+pub fn every_mistake_is_named(backend: &Backend) {
+    check(backend, MISTAKES);
+}
