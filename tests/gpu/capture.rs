@@ -312,6 +312,7 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     let mut other_workspace = Workspace::new(weights).unwrap();
     let slots = [Slot::new(0); TOKENS];
     let mut replay = |weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace, tokens: usize| {
+        routing.wait().unwrap();
         let batch = routing.update(&Batch::new(&slots[..tokens])).unwrap();
         graph.replay(&mut weights.step(&batch, workspace).unwrap())
     };

@@ -12,6 +12,7 @@ use crate::{chain::Stack, common::small::choose, device::Buffer};
 const IN: usize = 2048;
 const OUT: usize = 320;
 const MOST_TOKENS: usize = 512;
+const HEADER_WORDS: usize = 16;
 
 fn stack() -> Stack {
     let capacity = Capacity::tokens(MOST_TOKENS).slots(2).rank(16);
@@ -83,7 +84,6 @@ impl<'a> Launches<'a> {
 #[test]
 #[ignore = "needs a GPU"]
 fn tags_come_again_without_harm() {
-    const HEADER_WORDS: usize = 16;
     let stack = stack();
     for &stale_tag in choose(&[None, Some(1_u32), Some(2), Some(3)][..], &[None, Some(2)]) {
         for big in (1..6).step_by(choose(1, 3)) {
@@ -147,6 +147,8 @@ mod misuse {
 
     const VARIABLE: &str = "ARIL_MISUSE";
     const DETECTED: i32 = 42;
+    /// More than a launch has.
+    const MOST_BLOCKS: u64 = 1024;
 
     /// What a kernel fails with: builds for development assert.
     const ERROR: CUresult = match cfg!(debug_assertions) {
@@ -161,8 +163,13 @@ mod misuse {
             let stack = stack();
             // Tiles of so few tokens pass their sums through the mailbox.
             let mut launches = Launches::new(&stack, &[40]);
+            launches.launch(0, &launches.mailbox);
+            let mut words = launches.mailbox.read::<u64>();
+            assert!(words[HEADER_WORDS..].iter().any(|word| word >> 32 == 1), "no sum came through the mailbox");
             let results = headers.into_iter().map(|header| {
-                launches.mailbox.write(&header);
+                words.fill(0);
+                words[..header.len()].copy_from_slice(&header);
+                launches.mailbox.write(&words);
                 launches.launch(0, &launches.mailbox);
                 stack.gpu.stream.synchronize()
             });
@@ -189,13 +196,13 @@ mod misuse {
         is_detected("mailbox::misuse::two_launches_at_once_are_detected", of_another, message);
     }
 
-    /// The state after an aborted launch: in the next launch, as many of the last blocks as the header counts get another tag than the
-    /// first ones. Some of the last blocks may have no work, and wait for nothing.
+    /// The count of blocks carries into the tag: the first blocks of the launch get another tag than the others. How many they are is tried
+    /// out, so that one of them has work, which nobody with the other tag ever finds.
     #[test]
     #[ignore = "needs a GPU"]
     fn a_wait_without_an_end_is_detected() {
-        let of_an_aborted = (3..12).map(|power| vec![1 << power]);
+        let carrying = (1..MOST_BLOCKS).map(|blocks| vec![(1 << 32) - blocks]);
         let message = "what is polled for never comes";
-        is_detected("mailbox::misuse::a_wait_without_an_end_is_detected", of_an_aborted, message);
+        is_detected("mailbox::misuse::a_wait_without_an_end_is_detected", carrying, message);
     }
 }
