@@ -52,7 +52,7 @@ metric_list: [{metric: exact_match, ignore_punctuation: true, ignore_case: true}
 
 
 def run(*command: str, cwd: str | None = None) -> str:
-    environment = os.environ | {"OPENAI_API_KEY": "key", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"OPENAI_API_KEY": "key", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
