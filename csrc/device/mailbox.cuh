@@ -153,17 +153,21 @@ __device__ __forceinline__ void clear_stale_words(void* mailbox, uint64_t bytes,
 }
 
 // Counts the polls of a warp's wait that have found nothing, and ends the launch, and its context,
-// with an error if they are more than a launch in order can need. The count is in shared memory:
-// kernels poll where registers are shortest.
+// with an error if they are more than a launch in order can need. The warp polls as a whole, or its
+// first lane alone, which counts. The count is in shared memory: kernels poll where registers are
+// shortest.
 class PollLimit {
  public:
-  __device__ __forceinline__ PollLimit() { *count_of_warp(threadIdx.x) = 0; }
+  __device__ __forceinline__ PollLimit() {
+    if (threadIdx.x % 32 == 0) *count_of_warp(threadIdx.x) = 0;
+  }
 
   __device__ __forceinline__ void count() {
     constexpr uint32_t kMost = 1u << 24;  // several seconds
     unsigned thread;
     // Volatile: read again for each poll, rather than kept in a register.
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    if (thread % 32 != 0) return;
     volatile uint32_t* const count = count_of_warp(thread);
     const uint32_t polls = *count + 1;
     *count = polls;
