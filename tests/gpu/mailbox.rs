@@ -173,7 +173,7 @@ mod misuse {
                 launches.launch(0, &launches.mailbox);
                 stack.gpu.stream.synchronize()
             });
-            let result = results.fold(Ok(()), Result::and);
+            let result: Result<(), _> = results.collect();
             println!("{result:?}");
             // The context is lost, so nothing in it can be freed.
             std::process::exit(if result.is_err_and(|error| error.0 == ERROR) { DETECTED } else { 1 });
