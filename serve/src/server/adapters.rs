@@ -59,7 +59,7 @@ struct Unload {
 
 /// `POST /v1/load_lora_adapter`
 pub(crate) async fn load(State(server): Shared, received: body::Received) -> ApiResult<String> {
-    let Load { lora_name: name, lora_path: path, load_inplace, pinned, .. } = body::parse(received)?;
+    let Load { lora_name: name, lora_path: path, load_inplace, pinned, .. } = body::parse_told(received)?;
     if pinned == Some(true) {
         return Err(ApiError::bad_request("`pinned` = true is not implemented.").of("pinned"));
     }
@@ -78,7 +78,7 @@ pub(crate) async fn load(State(server): Shared, received: body::Received) -> Api
 
 /// `POST /v1/unload_lora_adapter`
 pub(crate) async fn unload(State(server): Shared, received: body::Received) -> ApiResult<String> {
-    let Unload { lora_name: name, .. } = body::parse(received)?;
+    let Unload { lora_name: name, .. } = body::parse_told(received)?;
     if server.lora_root.is_none() {
         return Err(ApiError::not_found("Adapters cannot be unloaded: the server was started without --lora-root."));
     }

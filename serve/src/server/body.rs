@@ -5,7 +5,10 @@ use std::convert::Infallible;
 use axum::{
     body::Bytes,
     extract::{FromRequest, Request},
-    http::{HeaderMap, StatusCode, header::CONTENT_TYPE},
+    http::{
+        HeaderMap, StatusCode,
+        header::{CONTENT_TYPE, ORIGIN},
+    },
 };
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, timeout_at};
@@ -21,8 +24,31 @@ const LONG: usize = 16 << 10;
 /// A body, or why it could not be received.
 pub(crate) struct Received {
     bytes: ApiResult<Bytes>,
+    kind: Kind,
     /// When the request has to be answered.
     pub(crate) deadline: Instant,
+}
+
+/// What a body is by its type.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Kind {
+    /// Browsers ask the server before they send one from a page of another origin, and are refused.
+    Json,
+    /// Of no type, or of the one that curl and Python's urllib send unless told another, and from no page: pages name their origin.
+    Untold,
+    Other,
+}
+
+impl Kind {
+    fn of(headers: &HeaderMap) -> Self {
+        let given = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or("not text"));
+        let essence = given.map(|given| given.split(';').next().unwrap_or_default().trim().to_ascii_lowercase());
+        match essence.as_deref() {
+            Some("application/json") => Self::Json,
+            None | Some("application/x-www-form-urlencoded") if !headers.contains_key(ORIGIN) => Self::Untold,
+            _ => Self::Other,
+        }
+    }
 }
 
 impl Received {
@@ -37,28 +63,30 @@ impl<S: Send + Sync> FromRequest<S> for Received {
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Infallible> {
         let deadline = request.extensions().get().map_or_else(Instant::now, |&Deadline(deadline)| deadline);
-        let bytes = if is_json(request.headers()) {
+        let kind = Kind::of(request.headers());
+        let bytes = if kind == Kind::Other {
+            Err(other_type())
+        } else {
             match timeout_at(deadline, Bytes::from_request(request, state)).await {
                 Ok(bytes) => bytes.map_err(|error| ApiError::with_status(error.status(), error.body_text())),
                 Err(_) => Err(ApiError::with_status(StatusCode::REQUEST_TIMEOUT, "The body took too long.")),
             }
-        } else {
-            Err(ApiError::with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json."))
         };
-        Ok(Self { bytes, deadline })
+        Ok(Self { bytes, kind, deadline })
     }
 }
 
-/// Whether a body is JSON by its type. Browsers ask the server before they send one of this type from a page of another origin, and
-/// are refused.
-fn is_json(headers: &HeaderMap) -> bool {
-    let given = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let essence = given.split(';').next().unwrap_or_default();
-    essence.trim().eq_ignore_ascii_case("application/json")
+fn other_type() -> ApiError {
+    ApiError::with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json.")
 }
 
 /// Reads a body as JSON.
 pub(crate) fn parse<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
     let bytes = received.bytes?;
     serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("The body cannot be read: {error}")))
+}
+
+/// Reads a body as JSON, which its type must say.
+pub(crate) fn parse_told<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
+    if received.kind == Kind::Json { parse(received) } else { Err(other_type()) }
 }
