@@ -192,6 +192,7 @@ mod tests {
                 let LoadError::Adapter(
                     AdapterError::Changed { .. }
                     | AdapterError::Read { .. }
+                    | AdapterError::NoConfig { .. }
                     | AdapterError::NoWeights { .. }
                     | AdapterError::Safetensors { .. },
                 ) = error
