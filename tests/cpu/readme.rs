@@ -40,7 +40,8 @@ fn the_table_of_operations_is_that_of_the_code() {
             "linear with its base weights, in one launch".to_owned(),
             &new_archs,
             &fused_dtypes,
-            format!(", {MAX_FORWARD_TOKENS} tokens"),
+            // From compute capability 10.0 on, which runs the PTX (`ForwardPlan::on`).
+            format!(", {MAX_FORWARD_TOKENS} tokens (PTX: 32)"),
         ),
         ("embedding".to_owned(), &archs, &dtypes, String::new()),
         ("experts of a layer".to_owned(), &archs, &dtypes, format!(", {max_experts} experts")),

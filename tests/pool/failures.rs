@@ -132,7 +132,7 @@ fn shards_are_read() {
 fn what_cannot_be_an_adapter_has_no_source() {
     let (setup, dir) = (Setup::new(1, 1), tempfile::tempdir().unwrap());
     let source = || Source::directory(dir.path(), &setup.model, DType::F32);
-    assert!(matches!(source(), Err(AdapterError::Read { .. })));
+    assert!(matches!(source(), Err(AdapterError::NoConfig { .. })));
     write(dir.path(), &adding(8, 1.0));
     let file = OpenOptions::new().write(true).open(dir.path().join(WEIGHTS)).unwrap();
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();

@@ -864,10 +864,12 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
             (with("other", path, &other), "bf16"),
             (with("long", path, &long), "bf16"),
             (with("close", path, &close), "f32"),
-            (with("elsewhere", &format!("tower.{path}"), &base), "bf16"),
         ] {
             refuses(args(&dir, dtype), &["`a`", &format!("{path}.base_layer.weight"), "differs from the base model's"]);
         }
+        let elsewhere = format!("tower.{path}");
+        let dir = with("elsewhere", &elsewhere, &base);
+        refuses(args(&dir, "bf16"), &["`a`", &format!("the model has no module `{elsewhere}`")]);
     }
 }
 

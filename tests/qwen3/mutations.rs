@@ -151,8 +151,8 @@ impl Workspace {
             let entries = fs::read_dir(folder).expect("the folder is there");
             files.extend(entries.map(|entry| entry.expect("the folder can be listed").path()));
         }
-        // One file is not read; the others are sorted, because directories have no order.
-        files.retain(|path| !path.ends_with("tokenizer_config.json"));
+        // Two files are not read; the others are sorted, because directories have no order.
+        files.retain(|path| !["tokenizer_config.json", "chat_template.jinja"].iter().any(|name| path.ends_with(name)));
         files.sort();
         Self { root, files }
     }
