@@ -23,7 +23,7 @@ impl LinearPlan {
     /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
     ///
     /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 12 %. Shrink
+    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 9 %. Shrink
     /// on a second stream adds least in few of them, by at most 2.2 % of the layer on the H200 and 3.5 % on the H100, so it is not chosen;
     /// nor is an expand within the operation behind the layer, which depends on that operation. An engine whose GEMM cannot accumulate
     /// takes [`Mode::After`] for [`Mode::First`].
