@@ -29,10 +29,12 @@
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
 //! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
-//! - may have several parts separated by `/` (`org/adapter`), none of which is empty, `.` or `..`.
+//! - may have parts separated by `/`, none of which is `..`: `org/adapter`, or the path or the address that the adapter comes from
+//!   (`/data/saffron`, `s3://bucket/saffron`), which vLLM's resolvers and TRL use as its name.
 //!
-//! So a name fits on one line of a log, and on Unix a folder joined with a name is a path below that folder. The base model's names are
-//! the engine's own (vLLM's default is a path), and are taken but not checked.
+//! So a name fits on one line of a log. As a path on Unix, `folder.join(name.trim_start_matches('/'))` does not leave the folder; joined as
+//! it is, a name that begins with `/` would replace it. The base model's names are the engine's own (vLLM's default is a path), and are
+//! taken but not checked.
 
 mod error;
 mod name;

@@ -25,12 +25,9 @@ pub enum NameError {
     /// It begins or ends with a space.
     #[error("it begins or ends with a space")]
     Space,
-    /// A part between slashes is empty, `.` or `..`.
-    #[error("its part {part:?} between slashes is not allowed")]
-    Part {
-        /// The part.
-        part: &'static str,
-    },
+    /// A part between slashes is `..`.
+    #[error("it has `..` between slashes")]
+    Parent,
 }
 
 /// Checks a name of an adapter or an alias.
@@ -52,6 +49,5 @@ fn broken_rule(name: &str) -> Option<NameError> {
     if name.starts_with(' ') || name.ends_with(' ') {
         return Some(NameError::Space);
     }
-    let part = ["", ".", ".."].into_iter().find(|part| name.split('/').any(|of_name| of_name == *part))?;
-    Some(NameError::Part { part })
+    name.split('/').any(|part| part == "..").then_some(NameError::Parent)
 }

@@ -114,6 +114,17 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     assert!(refused.0 == 400 && refused.1.contains("cannot be a name"), "{refused:?}");
     let absolute = root.join("good");
     assert_eq!(server.load("good", &absolute, false).await.0, 200);
+    // vLLM's resolvers and TRL name an adapter by its path.
+    let path = absolute.display().to_string();
+    assert_eq!(server.load(&path, &absolute, false).await.0, 200);
+    assert_eq!(text(&server.ask(&path).await), " saffron.");
+    assert_eq!(text(&server.ask(&format!("base:{path}")).await), " saffron.");
+    for id in [&path, &path.replace('/', "%2F")] {
+        let (status, model) = server.get(&format!("/v1/models/{id}")).await;
+        let model: Value = serde_json::from_str(&model).expect("it is JSON");
+        assert_eq!((status, &model["id"]), (200, &json!(path)), "{id}");
+    }
+    assert_eq!(server.unload(&path).await.0, 200);
     // A version that cannot be loaded changes nothing.
     assert_eq!(server.load("good", "truncated", true).await.0, 400);
     assert_eq!(text(&server.ask("good").await), " saffron.");

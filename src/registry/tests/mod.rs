@@ -4,6 +4,8 @@
 mod concurrent;
 mod model;
 
+use std::path::{Component, Path};
+
 use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Replaced, Served, Unloaded};
 use crate::pool::{AdapterId, CacheNamespace};
 
@@ -206,13 +208,18 @@ fn names_are_checked() {
         let registry = Registry::new(["base"]);
         load(&registry, "target");
         let longest = "é".repeat(MAX_NAME_BYTES / 2);
-        for name in ["a", "org/a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()] {
+        let paths =
+            ["org/a", "/etc/passwd", "a/", "a//b", ".", "./a", "a/./b", "~/a", "/", "s3://bucket/a", "file:///a"];
+        for name in ["a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()].into_iter().chain(paths)
+        {
             assert!(registry.reserve(name, Refuse).is_ok(), "{name}");
             assert_eq!(registry.alias(name, "target", Refuse), Ok(()), "{name}");
+            let below = Path::new("/folder").join(name.trim_start_matches('/'));
+            let mut parts = below.components();
+            assert!(below.starts_with("/folder") && parts.all(|part| part != Component::ParentDir), "{name}");
         }
         let long = "a".repeat(MAX_NAME_BYTES + 1);
         let char = |char| NameError::Char { char };
-        let part = |part| NameError::Part { part };
         for (name, reason) in [
             ("", NameError::Empty),
             (&long, NameError::Long { bytes: MAX_NAME_BYTES + 1 }),
@@ -224,13 +231,12 @@ fn names_are_checked() {
             ("\\\\host\\share", char('\\')),
             (" a", NameError::Space),
             ("a ", NameError::Space),
-            ("/etc/passwd", part("")),
-            ("a/", part("")),
-            ("a//b", part("")),
-            (".", part(".")),
-            ("a/./b", part(".")),
-            ("../secret", part("..")),
-            ("a/..", part("..")),
+            ("..", NameError::Parent),
+            ("/..", NameError::Parent),
+            ("a/../b", NameError::Parent),
+            ("s3://../b", NameError::Parent),
+            ("../secret", NameError::Parent),
+            ("a/..", NameError::Parent),
         ] {
             let error = RegistryError::Name { name: name.into(), reason };
             assert_eq!(registry.reserve(name, Replace).err(), Some(error.clone()), "{name:?}");
@@ -248,8 +254,8 @@ fn errors_name_what_they_are_about() {
     let name = |name: &str| name.into();
     for (error, message) in [
         (
-            RegistryError::Name { name: name("a/../b"), reason: NameError::Part { part: ".." } },
-            r#""a/../b" cannot be a name: its part ".." between slashes is not allowed"#.to_owned(),
+            RegistryError::Name { name: name("a/../b"), reason: NameError::Parent },
+            r#""a/../b" cannot be a name: it has `..` between slashes"#.to_owned(),
         ),
         (of("x\ny"), r#"no model or adapter is named "x\ny""#.to_owned()),
         (base("qwen3"), r#""qwen3" is a name of the base model"#.to_owned()),

@@ -186,7 +186,7 @@ impl Model {
 fn allowed(name: &str) -> Result<(), RegistryError> {
     match name {
         BASE => Err(super::base(name)),
-        "../x" => Err(RegistryError::Name { name: name.into(), reason: super::NameError::Part { part: ".." } }),
+        "../x" => Err(RegistryError::Name { name: name.into(), reason: super::NameError::Parent }),
         _ => Ok(()),
     }
 }
