@@ -133,6 +133,10 @@ mod tests {
     };
 
     use super::*;
+    use crate::{
+        DType,
+        model::{Linear, ModelSpec, Parallel, TpRank},
+    };
 
     const CONFIG: &str = "adapter_config.json";
     const WEIGHTS: &str = "adapter_model.safetensors";
@@ -224,6 +228,28 @@ mod tests {
             let error = directory.read(false, |_| Ok(())).unwrap_err();
             assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
         }
+    }
+
+    /// Doubles that are read when they are packed are those that are read at once.
+    #[test]
+    fn doubles_are_read_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path());
+        let values: Vec<u8> = (0..16).flat_map(|i| (f64::from(i) / 7.0).to_le_bytes()).collect();
+        let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F64, shape, &values).unwrap();
+        let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
+        safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
+        let mut spec = ModelSpec::new();
+        spec.linear(Linear::new("", Parallel::Replicated, 2).slice("m", 2)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let image = |adapter: &Adapter| {
+            let image = adapter.plan(&model, DType::F32).unwrap();
+            let mut block = vec![0; image.bytes()];
+            image.write_to(&mut block).unwrap();
+            block
+        };
+        let (_, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
+        assert_eq!(image(&parsed.adapter), image(&Adapter::open(dir.path()).unwrap()));
     }
 
     /// However many directories there are, few of them stay parsed, and the others are parsed again.

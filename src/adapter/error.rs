@@ -165,7 +165,7 @@ pub enum AdapterError {
         tensor: TensorName,
     },
     /// The element type of a tensor is not supported.
-    #[error("{tensor} has element type {dtype}, but must have BF16, F16 or F32")]
+    #[error("{tensor} has element type {dtype}, but must have BF16, F16, F32 or F64")]
     DType {
         /// The tensor.
         tensor: TensorName,

@@ -25,7 +25,7 @@ use serde::Deserialize;
 
 use super::{
     error::{AdapterError, TensorName},
-    tensor::{Storage, Tensor, WeightFile},
+    tensor::{FileType, Storage, Tensor, WeightFile},
 };
 use crate::DType;
 
@@ -242,9 +242,9 @@ impl<'a> Files<'a> {
                 let (header, metadata) = header(path, &mut file, len)?;
                 let file = Arc::new(WeightFile { path: path.to_owned(), file });
                 self.opened.iter_mut().last().into_iter().for_each(|opened| opened.file = Some(Arc::clone(&file)));
-                let tensor = |dtype, shape, bytes: Range<usize>| {
+                let tensor = |stored, shape, bytes: Range<usize>| {
                     let range = header.len() + bytes.start..header.len() + bytes.end;
-                    Tensor::in_file(dtype, shape, Arc::clone(&file), range)
+                    Tensor::in_file(stored, shape, Arc::clone(&file), range)
                 };
                 Ok(stored(path, &metadata, tensor))
             }
@@ -325,8 +325,8 @@ pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, Adapt
     let (header, metadata) =
         SafeTensors::read_metadata((**storage).as_ref()).map_err(|error| AdapterError::safetensors(path, &error))?;
     let data = size_of::<u64>() + header;
-    let part = |dtype, shape, bytes: Range<usize>| {
-        Tensor::part(dtype, shape, Arc::clone(storage), data + bytes.start..data + bytes.end)
+    let part = |stored, shape, bytes: Range<usize>| {
+        Tensor::of_file(stored, shape, storage, data + bytes.start..data + bytes.end)
     };
     Ok(stored(path, &metadata, part))
 }
@@ -335,12 +335,12 @@ pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, Adapt
 fn stored(
     path: &Path,
     metadata: &Metadata,
-    tensor: impl Fn(DType, Vec<usize>, Range<usize>) -> Result<Tensor, AdapterError>,
+    tensor: impl Fn(FileType, Vec<usize>, Range<usize>) -> Result<Tensor, AdapterError>,
 ) -> Vec<Stored> {
     let stored = |(key, info): (String, &TensorInfo)| {
         let name = TensorName { key, file: Some(path.to_owned()) };
         let (start, end) = info.data_offsets;
-        let tensor = dtype(&name, info.dtype).and_then(|dtype| tensor(dtype, info.shape.clone(), start..end));
+        let tensor = file_type(&name, info.dtype).and_then(|stored| tensor(stored, info.shape.clone(), start..end));
         (name, tensor)
     };
     let mut tensors: Vec<_> = metadata.tensors().into_iter().map(stored).collect();
@@ -349,11 +349,12 @@ fn stored(
     tensors
 }
 
-fn dtype(tensor: &TensorName, dtype: Dtype) -> Result<DType, AdapterError> {
+fn file_type(tensor: &TensorName, dtype: Dtype) -> Result<FileType, AdapterError> {
     match dtype {
-        Dtype::BF16 => Ok(DType::BF16),
-        Dtype::F16 => Ok(DType::F16),
-        Dtype::F32 => Ok(DType::F32),
+        Dtype::BF16 => Ok(FileType::Kept(DType::BF16)),
+        Dtype::F16 => Ok(FileType::Kept(DType::F16)),
+        Dtype::F32 => Ok(FileType::Kept(DType::F32)),
+        Dtype::F64 => Ok(FileType::Double),
         _ => Err(AdapterError::DType { tensor: tensor.clone(), dtype: format!("{dtype:?}") }),
     }
 }

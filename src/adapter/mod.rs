@@ -49,6 +49,9 @@
 //!   the base model's weight. Such an adapter is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.
 //!
+//! Factors in files are BF16, F16, F32 or F64. F64 is rounded to F32 when it is read: PEFT loads such factors into F32, and torch rounds
+//! F64 to F32 on the way to 16 bits, too.
+//!
 //! # Experts
 //!
 //! Factors of experts come one expert at a time, or stacked in one pair of tensors in several formats. The latter are [`Stack`]s

@@ -33,6 +33,16 @@ pub struct Tensor {
 enum Place {
     Memory(Storage),
     File(Arc<WeightFile>),
+    /// In a file as F64, which are rounded to F32 when they are read.
+    Doubles(Arc<WeightFile>),
+}
+
+/// The element type of a tensor in a file.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum FileType {
+    Kept(DType),
+    /// F64, which is read as F32.
+    Double,
 }
 
 impl Tensor {
@@ -72,39 +82,62 @@ impl Tensor {
         }
     }
 
+    /// As [`part`](Self::part), of the bytes of a file.
+    pub(super) fn of_file(
+        stored: FileType,
+        shape: Vec<usize>,
+        storage: &Storage,
+        bytes: Range<usize>,
+    ) -> Result<Self, AdapterError> {
+        match stored {
+            FileType::Kept(dtype) => Self::part(dtype, shape, Arc::clone(storage), bytes),
+            FileType::Double => {
+                let mut doubles = (**storage).as_ref().get(bytes).unwrap_or_default().to_vec();
+                let len = narrow(&mut doubles).len();
+                doubles.truncate(len);
+                Self::new(DType::F32, shape, doubles)
+            }
+        }
+    }
+
     /// A tensor that is read from a range of a file. [`bytes`](Self::bytes) is empty.
     pub(super) fn in_file(
-        dtype: DType,
+        stored: FileType,
         shape: Vec<usize>,
         file: Arc<WeightFile>,
         bytes: Range<usize>,
     ) -> Result<Self, AdapterError> {
-        let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
+        let (dtype, stored_bytes, place) = match stored {
+            FileType::Kept(dtype) => (dtype, dtype.bytes(), Place::File(file)),
+            FileType::Double => (DType::F32, size_of::<f64>(), Place::Doubles(file)),
+        };
+        let want = shape.iter().try_fold(stored_bytes, |bytes, &dim| bytes.checked_mul(dim));
         if want == Some(bytes.len()) {
-            Ok(Self { dtype, shape, place: Place::File(file), bytes })
+            Ok(Self { dtype, shape, place, bytes })
         } else {
             Err(AdapterError::Bytes { dtype, shape, got: bytes.len() })
         }
     }
 
     pub(super) fn is_in_file(&self) -> bool {
-        matches!(self.place, Place::File(_))
+        !matches!(self.place, Place::Memory(_))
     }
 
     /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
     fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
-        match &self.place {
-            Place::Memory(_) => Ok(&self.bytes()[range]),
-            Place::File(stored) => {
-                let WeightFile { path, file } = &**stored;
-                // Only what is new is cleared.
-                buffer.resize(range.len().max(buffer.len()), 0);
-                let bytes = &mut buffer[..range.len()];
-                let read = file.read_exact_at(bytes, (self.bytes.start + range.start) as u64);
-                read.map_err(|error| AdapterError::Read { path: path.clone(), error })?;
-                Ok(bytes)
-            }
-        }
+        let (stored, widths) = match &self.place {
+            Place::Memory(_) => return Ok(&self.bytes()[range]),
+            Place::File(stored) => (stored, 1),
+            Place::Doubles(stored) => (stored, 2),
+        };
+        let WeightFile { path, file } = &**stored;
+        let len = range.len() * widths;
+        // Only what is new is cleared.
+        buffer.resize(len.max(buffer.len()), 0);
+        let bytes = &mut buffer[..len];
+        let read = file.read_exact_at(bytes, (self.bytes.start + range.start * widths) as u64);
+        read.map_err(|error| AdapterError::Read { path: path.clone(), error })?;
+        Ok(if widths == 1 { bytes } else { narrow(bytes) })
     }
 
     /// Whether the tensor has no elements, which is not whether its bytes are here.
@@ -126,7 +159,7 @@ impl Tensor {
     pub fn bytes(&self) -> &[u8] {
         match &self.place {
             Place::Memory(storage) => &(**storage).as_ref()[self.bytes.clone()],
-            Place::File(_) => &[],
+            Place::File(_) | Place::Doubles(_) => &[],
         }
     }
 
@@ -157,6 +190,18 @@ impl Tensor {
             DType::F32 => widen::<f32>(self.bytes()),
         }
     }
+}
+
+/// Rounds F64 to F32, which are then the first half of the bytes. The nearest F32 is what torch rounds to, also on the way to 16 bits.
+fn narrow(doubles: &mut [u8]) -> &[u8] {
+    let (wide, narrow) = (size_of::<f64>(), size_of::<f32>());
+    let len = doubles.len() / wide;
+    for element in 0..len {
+        let value: f64 = bytemuck::pod_read_unaligned(&doubles[element * wide..][..wide]);
+        #[expect(clippy::cast_possible_truncation, reason = "rounds to the nearest")]
+        doubles[element * narrow..][..narrow].copy_from_slice(&(value as f32).to_le_bytes());
+    }
+    &doubles[..len * narrow]
 }
 
 impl fmt::Debug for Tensor {

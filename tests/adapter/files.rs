@@ -12,6 +12,7 @@ use std::{
 use aril::{
     DType,
     adapter::{Adapter, AdapterError, Tensor},
+    model::{Linear, ModelSpec, Parallel, TpRank},
 };
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
@@ -276,7 +277,7 @@ fn other_element_types_are_refused() {
         fs::write(dir.join(WEIGHTS), safetensors::serialize([(key, view)], None).unwrap()).unwrap();
     };
     let dir = whole();
-    for dtype in [Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::F64, Dtype::I64, Dtype::BOOL] {
+    for dtype in [Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::I64, Dtype::BOOL] {
         write(dir.path(), "q_proj.lora_A.weight", dtype);
         refused!(Adapter::open(dir.path()), DType, "`q_proj.lora_A.weight`", WEIGHTS, format!("{dtype:?}"));
         // The tensor's name is checked before its type.
@@ -296,6 +297,51 @@ fn all_element_types_are_read() {
         let adapter = Adapter::open(dir.path()).unwrap();
         assert_eq!(weights(&adapter), [("q_proj", module.a, module.b)]);
     }
+}
+
+/// Torch rounds F64 to F32 first, also where a factor is of 16 bits.
+#[test]
+fn doubles_are_rounded_as_torch_does() {
+    let (a, b) = ("q_proj.lora_A.weight", "q_proj.lora_B.weight");
+    // The nearest to the second in BF16 is 1 + 2^-7. torch.tensor(1 + 2**-8 + 2**-40, dtype=torch.float64).to(torch.bfloat16) is 1.
+    let special =
+        [1.0 + f64::powi(2.0, -24) + f64::powi(2.0, -50), 1.0 + f64::powi(2.0, -8) + f64::powi(2.0, -40), 1e-60];
+    let values: Vec<f64> = special.into_iter().chain((3..16_u8).map(|i| f64::from(i) / 8.0)).collect();
+    let bytes = |values: &[f64]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    let write = |dir: &Path, dtype: Dtype, data: &[u8]| {
+        let tensors =
+            [(a, vec![2, 8]), (b, vec![8, 2])].map(|(key, shape)| (key, TensorView::new(dtype, shape, data).unwrap()));
+        fs::write(dir.join(WEIGHTS), safetensors::serialize(tensors, None).unwrap()).unwrap();
+    };
+    let (dir, narrow) = (whole(), whole());
+    write(dir.path(), Dtype::F64, &bytes(&values));
+    let rounded = [1.0 + f32::EPSILON, 1.0 + f32::powi(2.0, -8), 0.0];
+    let rounded: Vec<f32> = rounded.into_iter().chain((3..16_u8).map(|i| f32::from(i) / 8.0)).collect();
+    write(narrow.path(), Dtype::F32, &rounded.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>());
+
+    let adapter = Adapter::open(dir.path()).unwrap();
+    assert_eq!(weights(&adapter), [("q_proj", rounded.clone(), rounded)]);
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Replicated, 8).slice("q_proj", 8)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let image = |adapter: &Adapter| {
+            let image = adapter.plan(&model, dtype).unwrap();
+            let mut block = vec![0; image.bytes()];
+            image.write_to(&mut block).unwrap();
+            block
+        };
+        let want = image(&Adapter::open(narrow.path()).unwrap());
+        assert_eq!(image(&adapter), want, "{dtype}");
+        assert_eq!(image(&mapped(dir.path()).unwrap()), want, "{dtype}");
+    }
+    let mut values = values;
+    values[9] = 1e300;
+    write(dir.path(), Dtype::F64, &bytes(&values));
+    let adapter = Adapter::open(dir.path()).unwrap();
+    let mut block = vec![0; 1 << 16];
+    let image = adapter.plan(&model, DType::F32).unwrap();
+    refused!(image.write_to(&mut block[..image.bytes()]), Unrepresentable, "`q_proj.lora_A.weight`", "[1, 1]");
 }
 
 #[test]
