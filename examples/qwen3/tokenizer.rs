@@ -4,7 +4,9 @@
 
 use std::{
     any::Any,
+    array::from_fn,
     cell::Cell,
+    collections::HashMap,
     panic::{self, AssertUnwindSafe},
     path::Path,
     sync::Once,
@@ -24,8 +26,7 @@ const MAX_MIB: u64 = 256;
 #[derive(Debug)]
 pub(crate) struct Tokenizer {
     pub(crate) inner: tokenizers::Tokenizer,
-    /// The largest number of bytes of a prompt that one token can represent.
-    longest_token: usize,
+    least: Least,
 }
 
 impl Tokenizer {
@@ -57,20 +58,17 @@ impl Tokenizer {
         let bytes = serde_json::to_vec(&fields)?;
         guarded(|| {
             let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| Error::new(error.to_string()))?;
-            let longest_token = inner.get_vocab(true).keys().map(String::len).max().unwrap_or(0);
-            Ok(Self { inner, longest_token })
+            let least = if Least::holds(&fields) { Least::new(&inner.get_vocab(true)) } else { Least::default() };
+            Ok(Self { inner, least })
         })
     }
 
     /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have more than
     /// `max_tokens` is refused before it is tokenized.
     pub(crate) fn encode(&self, text: &str, adds_special: bool, max_tokens: usize) -> Result<Vec<u32>> {
-        if text.len() > max_tokens.saturating_mul(self.longest_token) {
-            bail!(
-                "it has {} bytes, and no token more than {}: it is too long for the model's positions",
-                text.len(),
-                self.longest_token
-            );
+        let least = self.least.of(text);
+        if least > max_tokens {
+            bail!("it has at least {least} tokens, and the model has {max_tokens} positions");
         }
         let encode = || self.inner.encode(text, adds_special).map_err(|error| Error::new(error.to_string()));
         guarded(|| encode().map(|encoding| encoding.get_ids().to_vec()))
@@ -80,6 +78,76 @@ impl Tokenizer {
     pub(crate) fn decode(&self, tokens: &[u32], skips_special: bool) -> Result<String> {
         let decode = || self.inner.decode(tokens, skips_special).map_err(|error| Error::new(error.to_string()));
         guarded(decode).context("tokenizer.json")
+    }
+}
+
+/// How many tokens a text has at least, which is found faster than its tokens.
+///
+/// Visible ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n` bytes stands for at
+/// most `n` of them, so a character counts as one part of the bytes of the longest token that it is in. White space does not count: an
+/// added token may take any number of it. Nor does a character before one beyond ASCII, with which it may be composed.
+#[derive(Clone, Copy, Debug)]
+struct Least([u64; 128]);
+
+impl Least {
+    /// What a character counts that is a token.
+    const TOKEN: u64 = 1 << 32;
+
+    fn new(vocab: &HashMap<String, u32>) -> Self {
+        let mut longest = [0; 128];
+        for token in vocab.keys() {
+            for byte in token.bytes().filter(u8::is_ascii_graphic) {
+                let longest = &mut longest[usize::from(byte)];
+                *longest = token.len().max(*longest);
+            }
+        }
+        Self(from_fn(|byte| {
+            let is_token = |char| vocab.contains_key(char::from(char).encode_utf8(&mut [0; 4]));
+            let longest = u8::try_from(byte).is_ok_and(is_token).then_some(longest[byte]);
+            longest.and_then(|longest| Self::TOKEN.checked_div(longest as u64)).unwrap_or(0)
+        }))
+    }
+
+    /// Whether a `tokenizer.json` keeps visible ASCII characters as they are, up to its model.
+    fn holds(fields: &Map<String, Value>) -> bool {
+        let is = |value: &Value, types: &[&str]| value["type"].as_str().is_some_and(|of| types.contains(&of));
+        let keeps = |value: &Value| {
+            is(value, &["NFC", "NFD", "NFKC", "NFKD", "Prepend", "ByteLevel", "Metaspace", "Digits"])
+                || (is(value, &["Replace"]) && value["pattern"]["String"] == " " && value["content"] == "\u{2581}")
+                || (is(value, &["Split"]) && value["behavior"] != "Removed")
+        };
+        let parts_keep = |name: &str, parts: &str| match fields.get(name) {
+            None | Some(Value::Null) => true,
+            Some(all) if is(all, &["Sequence"]) => all[parts].as_array().is_some_and(|all| all.iter().all(keeps)),
+            Some(one) => keeps(one),
+        };
+        let model = fields.get("model").unwrap_or(&Value::Null);
+        let added = fields.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+        let is_composed =
+            |token: &Value| token["normalized"] != false && !token["content"].as_str().is_some_and(str::is_ascii);
+        is(model, &["BPE"])
+            && ["continuing_subword_prefix", "end_of_word_suffix"]
+                .iter()
+                .all(|affix| matches!(model[affix].as_str(), None | Some("")))
+            && parts_keep("normalizer", "normalizers")
+            && parts_keep("pre_tokenizer", "pretokenizers")
+            && !added.into_iter().any(is_composed)
+    }
+
+    fn of(&self, text: &str) -> usize {
+        let bytes = text.as_bytes();
+        let behind = bytes.iter().skip(1).chain([&0]);
+        let counted = bytes.iter().zip(behind).filter(|(byte, behind)| byte.is_ascii() && behind.is_ascii());
+        // No text has 2^32 characters.
+        let sum: u64 = counted.map(|(byte, _)| self.0[usize::from(*byte)]).sum();
+        usize::try_from(sum.div_ceil(Self::TOKEN)).unwrap_or(usize::MAX)
+    }
+}
+
+impl Default for Least {
+    /// Of nothing is anything known.
+    fn default() -> Self {
+        Self([0; 128])
     }
 }
 

@@ -19,6 +19,7 @@ use aril::{
 };
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
+use metrics::Histogram;
 use tokio::sync::{
     mpsc::{UnboundedReceiver, unbounded_channel},
     oneshot,
@@ -64,6 +65,8 @@ pub(crate) struct Setup {
     pub(crate) max_rank: usize,
     pub(crate) slots: usize,
     pub(crate) pool: PoolConfig,
+    /// Where the tokens of each step are recorded.
+    pub(crate) step_tokens: Histogram,
 }
 
 enum Command {
@@ -332,6 +335,7 @@ impl Task for First {
         let model = setup.model(device, described, table)?;
         let runner = Runner::new(&model, pool.slots(), &setup.sizes)?;
         let mut engine = Engine::new(runner, pool, others, setup.sizes);
+        engine.record_tokens(setup.step_tokens.clone());
         // All ranks have loaded theirs.
         rank.gather(&[])?;
         worker.ready.send(Ok(())).context("the server has ended")?;

@@ -28,6 +28,7 @@ use std::{
 };
 
 use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
+use metrics::Histogram;
 
 use self::{
     cache::KvCache,
@@ -76,6 +77,8 @@ pub(crate) struct Engine<'m, D: Capture> {
     /// When the results of the last step were on the host.
     read: Option<Instant>,
     host_time: HostTime,
+    /// The tokens of each step.
+    step_tokens: Histogram,
 }
 
 /// A step that has been enqueued.
@@ -107,7 +110,13 @@ impl<'m, D: Capture> Engine<'m, D> {
             in_flight: None,
             read: None,
             host_time: HostTime::default(),
+            step_tokens: Histogram::noop(),
         }
+    }
+
+    /// Records the tokens of each step from now on.
+    pub(crate) fn record_tokens(&mut self, step_tokens: Histogram) {
+        self.step_tokens = step_tokens;
     }
 
     /// Makes an adapter known and starts to load it.
@@ -174,6 +183,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     /// Enqueues a step behind the last one, whose tokens may be its own.
     fn enqueue(&mut self, scheduled: Scheduled, is_behind: bool) {
         self.others.tell(|| Order::Step(scheduled.plan.clone(), is_behind));
+        self.step_tokens.record(scheduled.plan.num_tokens() as f64);
         let enqueued = self.runner.enqueue(self.pool.slots(), &scheduled.plan, is_behind);
         if let (Some(enqueued), Some(read)) = (self.runner.take_enqueued(), self.read) {
             self.host_time.total += enqueued.duration_since(read);

@@ -314,6 +314,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         }
         Some(count) => AdapterPool::arena_bytes(&described.model, dtype, options.max_lora_rank, count),
     };
+    let metrics = Metrics::new(names.first().cloned().unwrap_or_default())?;
     let setup = Setup {
         device: options.device,
         split,
@@ -326,6 +327,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
         pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(host_bytes),
+        step_tokens: metrics.step_tokens(),
     };
     let start = Instant::now();
     let (engine, thread) = worker::start(setup)?;
@@ -334,7 +336,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),
         paths: Mutex::default(),
-        metrics: Metrics::new(names.first().cloned().unwrap_or_default())?,
+        metrics,
         names,
         model,
         lora_root,

@@ -3,6 +3,7 @@
 use std::{path::Path, sync::mpsc};
 
 use clap::Parser as _;
+use serde_json::{Value, json};
 
 use super::*;
 
@@ -91,6 +92,86 @@ fn the_cache_is_what_fits() {
     let refused = sizes(&["--max-model-len", "1000000"]).expect_err("it does not fit").to_string();
     assert!(refused.contains(&format!("room for {} tokens", room.max_positions)), "{refused}");
     assert!(sizes(&["--block-size", "100000"]).is_err());
+}
+
+/// A text that has as few tokens as there are positions is never refused before it is tokenized, whatever the tokenizer does to it.
+#[test]
+fn what_fits_is_tokenized() {
+    let good = std::fs::read(fixture("qwen3").join("tokenizer.json")).expect("the fixture is whole");
+    let good: Value = serde_json::from_slice(&good).expect("it is JSON");
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let tokenizer = |edits: &[(&str, Value)]| {
+        let mut changed = good.clone();
+        for (place, value) in edits {
+            *changed.pointer_mut(place).expect("it is there") = value.clone();
+        }
+        std::fs::write(dir.path().join("tokenizer.json"), changed.to_string()).expect("it can be written");
+        Tokenizer::read(dir.path()).expect("it is whole").expect("it is there")
+    };
+    let plain = tokenizer(&[]);
+    let tokens = (0..512).map(|token| plain.decode(&[token], false).expect("it is a token").repeat(40));
+    let spaces = " ".repeat(3000);
+    let of_spaces = [format!("<|endoftext|>{spaces}"), format!("{spaces}<|endoftext|>{spaces}a")];
+    let shrinking = ["e\u{301}", "\u{1fbe}\u{308}\u{301}", "\u{212a}", "\u{fb03}", "A!Z", "ß", "\u{1f600}"]
+        .map(|text| text.repeat(1000));
+    let texts: Vec<String> = tokens.chain(of_spaces).chain(shrinking).collect();
+
+    let replace =
+        |pattern: &str, content| json!({ "type": "Replace", "pattern": { "String": pattern }, "content": content });
+    let split = json!({ "type": "Split", "pattern": { "Regex": "[a-z!]+" }, "behavior": "Removed", "invert": false });
+    let unknown = [("/pre_tokenizer", Value::Null), ("/model/unk_token", json!("!")), ("/model/fuse_unk", json!(true))];
+    let (bound, unbound) = (true, false);
+    for (edits, is_bound) in [
+        (vec![], bound),
+        (vec![("/normalizer", Value::Null)], bound),
+        (
+            vec![(
+                "/normalizer",
+                json!({ "type": "Sequence", "normalizers": [{ "type": "NFKC" }, replace(" ", "\u{2581}")] }),
+            )],
+            bound,
+        ),
+        (vec![("/added_tokens/0/lstrip", json!(true)), ("/added_tokens/0/rstrip", json!(true))], bound),
+        (unknown.to_vec(), bound),
+        (vec![("/normalizer", json!({ "type": "Lowercase" }))], unbound),
+        (vec![("/normalizer", replace("x", ""))], unbound),
+        (vec![("/pre_tokenizer", split)], unbound),
+        (vec![("/model", json!({ "type": "WordLevel", "vocab": { "!": 0 }, "unk_token": "!" }))], unbound),
+        (
+            vec![(
+                "/model",
+                json!({ "type": "WordPiece", "vocab": { "!": 0 }, "unk_token": "!", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100 }),
+            )],
+            unbound,
+        ),
+    ] {
+        let tokenizer = tokenizer(&edits);
+        for text in &texts {
+            let tokens = tokenizer.encode(text, false, usize::MAX).expect("nothing is too long").len();
+            let encoded = tokenizer.encode(text, false, tokens);
+            assert!(encoded.is_ok(), "{edits:?}, {:?}: {encoded:?}", text.chars().take(9).collect::<String>());
+        }
+        let long = "x ".repeat(10_000);
+        let refused = tokenizer.encode(&long, false, 100).err().map(|error| error.to_string());
+        assert_eq!(refused.is_some_and(|refused| refused.contains("at least")), is_bound, "{edits:?}");
+    }
+}
+
+/// What is observed takes no memory in the end, though nobody asks for it.
+#[test]
+fn observations_are_not_kept() {
+    let metrics = Metrics::new("base".into()).expect("the names are valid");
+    let resident = || -> usize {
+        let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+        pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("it is a number of pages")
+    };
+    // 8 bytes each, or 1,000 pages in all. Other tests may take memory meanwhile.
+    let grows_little = |_| {
+        let before = resident();
+        (0..500_000).for_each(|_| metrics.observe("vllm:request_prompt_tokens", 1.0));
+        resident() < before + 250
+    };
+    assert!((0..8).any(grows_little));
 }
 
 #[test]

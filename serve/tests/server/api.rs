@@ -316,6 +316,8 @@ async fn metrics_count_what_has_happened() {
             ("vllm:request_generation_tokens_sum", 12.0),
             ("vllm:request_prompt_tokens_sum", 80.0),
             ("vllm:request_params_max_tokens_sum", 12.0),
+            ("vllm:iteration_tokens_total_count", 12.0),
+            ("vllm:iteration_tokens_total_sum", 90.0 - hits),
         ] {
             assert_eq!(server.metric(name, &[]).await, value, "{name}");
         }
