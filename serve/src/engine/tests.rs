@@ -16,7 +16,7 @@ use aril::{
     DType, Element, Slot,
     model::{self, TpRank},
     plan::Capacity,
-    pool::{AdapterId, CacheNamespace, PoolConfig, Source},
+    pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source},
 };
 use half::{bf16, f16};
 use proptest::{prelude::*, test_runner::TestCaseError};
@@ -27,8 +27,10 @@ use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channe
 use super::{
     Capture, Changes, Chosen, Engine, Event, Failure, Finish, Limits, Logprobs, Request, RequestId, Runner, Sampling,
     Sizes, Steps,
+    cache::KvCache,
     plan::{Chunk, Plan, Scores},
     ranks::{Order, Others, PoolOfRanks, RankPool, follow},
+    scheduler::Scheduler,
 };
 use crate::{
     checkpoint::{Checkpoint, Weights},
@@ -95,6 +97,8 @@ struct Files {
     split: Split,
     /// How long ranks wait for each other.
     limit: Duration,
+    /// Memory of each rank for adapters.
+    arena_bytes: usize,
 }
 
 impl Files {
@@ -113,7 +117,7 @@ impl Files {
         let checkpoint = Checkpoint::open(&dir).expect("the fixture is whole");
         let described = describe(&config, split).expect("the model can be cut");
         let tokenizer = Tokenizer::read(&dir).expect("the fixture is whole").expect("the fixture has one");
-        Self { config, checkpoint, described, tokenizer, split, limit: LIMIT }
+        Self { config, checkpoint, described, tokenizer, split, limit: LIMIT, arena_bytes: 64 << 20 }
     }
 
     fn prompt(&self, text: &str) -> Vec<u32> {
@@ -132,6 +136,10 @@ impl Files {
         Source::memory(read.into(), self.model(), dtype).expect("the adapter is of this model")
     }
 
+    fn pool_config(&self) -> PoolConfig {
+        PoolConfig::arena_bytes(self.arena_bytes)
+    }
+
     fn model(&self) -> &model::Model {
         &self.described.model
     }
@@ -142,7 +150,7 @@ impl Files {
             return self.run_ranks(sizes, slots, follow, test);
         }
         D::with(|device| {
-            let pool = device.pool(self.model(), capacity(sizes, slots), pool_config());
+            let pool = device.pool(self.model(), capacity(sizes, slots), self.pool_config());
             let (pool, table) = pool.expect("the capacity is valid");
             let model = self.load(device, &self.described, table, sizes);
             let runner = Runner::new(&model, Steps::<D>::slots(&pool), &sizes).expect("the sizes are valid");
@@ -177,7 +185,7 @@ impl Files {
                 scope.spawn(move || {
                     let device = D::of_rank(&rank);
                     let described = described_of(&rank);
-                    let (mut pool, table) = rank_pool(&device, &described, &rank, sizes, slots);
+                    let (mut pool, table) = rank_pool(&device, &described, &rank, sizes, slots, &self.pool_config());
                     let model = self.load(&device, &described, table, sizes);
                     let mut runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
                     if follow(&mut runner, &mut pool, &orders).is_ok() {
@@ -188,7 +196,7 @@ impl Files {
             }
             let device = D::of_rank(&first);
             let described = described_of(&first);
-            let (pool, table) = rank_pool(&device, &described, &first, sizes, slots);
+            let (pool, table) = rank_pool(&device, &described, &first, sizes, slots, &self.pool_config());
             let model = self.load(&device, &described, table, sizes);
             let runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
             let engine = Engine::new(runner, Box::new(PoolOfRanks::new(pool, others.clone())), others, sizes);
@@ -221,10 +229,6 @@ fn capacity(sizes: Sizes, slots: usize) -> Capacity {
     Capacity::tokens(sizes.limits.step_tokens).slots(slots).rank(64)
 }
 
-fn pool_config() -> PoolConfig {
-    PoolConfig::arena_bytes(64 << 20)
-}
-
 /// A rank's part of a group's pool, and its table.
 fn rank_pool<'d, D: Platform>(
     device: &'d D,
@@ -232,11 +236,11 @@ fn rank_pool<'d, D: Platform>(
     rank: &Rank,
     sizes: Sizes,
     slots: usize,
+    config: &PoolConfig,
 ) -> (RankPool<'d, D>, D::Adapters) {
-    let config = pool_config();
     let table = device.adapters(&described.model, capacity(sizes, slots), config.arena_bytes);
     let table = table.expect("the capacity is valid");
-    (RankPool::new(device, rank, table.clone(), &config).expect("there is memory"), table)
+    (RankPool::new(device, rank, table.clone(), config).expect("there is memory"), table)
 }
 
 /// An engine, its clock, and its adapters by name.
@@ -753,6 +757,76 @@ fn a_failed_load_ends_its_requests_at_once() {
         world.drain();
         world.holds_nothing().expect("all have ended");
     });
+}
+
+/// An adapter that is larger than all of the memory for adapters is refused, rather than waited for.
+#[test]
+fn an_adapter_that_never_fits_is_refused() {
+    let files = Files { arena_bytes: 512 << 10, ..Files::on_ranks("qwen3", 2) };
+    files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
+        let large = world.add("adapters", "r64-all");
+        let small = world.add("adapters", "r8-all");
+        let mut loaded = |id| {
+            (0..200).find_map(|_| {
+                world.step();
+                Some(world.engine.is_loaded(id)).filter(|loaded| !matches!(loaded, Ok(false)))
+            })
+        };
+        assert!(matches!(loaded(large), Some(Err(PoolError::Failed { .. }))));
+        assert!(matches!(loaded(small), Some(Ok(true))));
+    });
+}
+
+/// A step that fails ends all of its requests, also one that gave up its blocks to another after the step was enqueued.
+#[test]
+fn a_failed_step_ends_its_requests() {
+    let files = Files::open("qwen3");
+    files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
+        let mut scheduler = Scheduler::new(LARGE.limits, KvCache::new(3, 4, false));
+        let pool = &mut *world.engine.pool;
+        let mut events = [(); 2].map(|()| {
+            let (sender, events) = unbounded_channel();
+            let request = Request {
+                adapter: None,
+                prompt: vec![1, 2, 3, 4],
+                max_tokens: 4,
+                stop_tokens: vec![],
+                prompt_logprobs: None,
+                sampling: Sampling { logprobs: None, ..GREEDY },
+            };
+            scheduler.submit(request, sender, Duration::ZERO, pool).expect("it is valid");
+            events
+        });
+        let first = scheduler.plan(Duration::ZERO, pool);
+        // Beside the first, one of the two has no block for its next token.
+        let second = scheduler.plan(Duration::ZERO, pool);
+        let state = scheduler.state();
+        assert_eq!((first.plan.chunks.len(), second.plan.chunks.len(), state.preemptions), (2, 1, 1));
+        scheduler.fail_step(&first, &Failure::Step("broken".into()), pool);
+        for events in &mut events {
+            assert!(matches!(events.try_recv(), Ok(Event::Started)));
+            assert!(matches!(events.try_recv(), Ok(Event::Failed(Failure::Step(_)))));
+        }
+        assert!(scheduler.is_idle() && scheduler.state().free_blocks == 3);
+    });
+}
+
+/// What is taken of a prefix first is its end, without which the rest can be shared.
+#[test]
+fn the_end_of_a_prefix_is_taken_first() {
+    let mut cache = KvCache::new(6, 2, true);
+    let tokens: Vec<u32> = (0..9).collect();
+    let (mut chain, _) = cache.start(CacheNamespace::BASE, &tokens);
+    assert!(cache.grow(&mut chain, 8));
+    cache.publish(&mut chain, &tokens[..8]);
+    cache.release(chain);
+    // Two blocks hold nothing.
+    let (mut other, _) = cache.start(CacheNamespace::BASE, &[100]);
+    assert!(cache.grow(&mut other, 6));
+    let (chain, shared) = cache.start(CacheNamespace::BASE, &tokens);
+    assert_eq!(shared, 6);
+    cache.release(chain);
+    cache.release(other);
 }
 
 /// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine ends with an error
