@@ -388,12 +388,15 @@ impl Answer {
                     "logprobs": logprobs,
                     "finish_reason": finish,
                     "prompt_logprobs": prompt_logprobs.take(),
+                    "token_ids": null,
+                    "prompt_token_ids": null,
                 }),
                 Format::Chat => json!({
                     "index": choice.index,
                     "message": { "role": "assistant", "content": all.text },
                     "logprobs": logprobs,
                     "finish_reason": finish,
+                    "token_ids": null,
                 }),
             };
             if self.job.return_token_ids {
@@ -412,9 +415,8 @@ impl Answer {
         body["usage"] = self.usage();
         if self.job.format == Format::Chat {
             body["prompt_logprobs"] = prompt_logprobs;
-            if self.job.return_token_ids {
-                body["prompt_token_ids"] = json!(self.prompt(0).tokens);
-            }
+            let tokens = self.job.return_token_ids.then(|| &self.prompt(0).tokens);
+            body["prompt_token_ids"] = json!(tokens);
         }
         Ok(Json(body).into_response())
     }

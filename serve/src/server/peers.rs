@@ -96,12 +96,13 @@ impl Server {
             _ => return Err(ApiError::bad_request("The request has one of `prompt` and `messages`.")),
         };
         fields.end()?;
-        let shown = tokens.iter().map(|token| self.token_text(*token)).collect::<ApiResult<Vec<_>>>()?;
+        // As the vocabulary spells them.
+        let spelled = || tokens.iter().map(|token| self.tokenizer.inner.id_to_token(*token)).collect::<Vec<_>>();
         Ok(json!({
             "count": tokens.len(),
             "max_model_len": self.max_positions,
             "tokens": tokens,
-            "token_strs": shows.then_some(shown),
+            "token_strs": shows.then(spelled),
         }))
     }
 

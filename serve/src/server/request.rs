@@ -302,13 +302,19 @@ impl Server {
 
     /// `logit_bias` as numbers, by token.
     fn bias(&self, bias: BTreeMap<String, f32>) -> ApiResult<Vec<(u32, f32)>> {
-        let entry = |(token, bias): (String, f32)| {
-            let token = token.parse().ok().filter(|token: &u32| (*token as usize) < self.vocab);
-            let token =
-                token.ok_or_else(|| refused("logit_bias", "logit_bias names a token that is out of vocabulary."))?;
-            Ok((token, within("logit_bias", bias, -100.0, 100.0)?))
-        };
-        bias.into_iter().map(entry).collect()
+        let known = |token: &String| token.parse().ok().filter(|token: &u32| (*token as usize) < self.vocab);
+        let unknown: Vec<_> = bias.keys().filter(|token| known(token).is_none()).take(MAX_STOPS).cloned().collect();
+        if !unknown.is_empty() {
+            let message = format!(
+                "logit_bias names what is out of vocabulary, which has the tokens below {}: {}.",
+                self.vocab,
+                unknown.join(", ")
+            );
+            return Err(refused("logit_bias", message));
+        }
+        let entry = |(token, bias)| Some((known(&token)?, bias));
+        let entries = bias.into_iter().filter_map(entry);
+        entries.map(|(token, bias)| Ok((token, within("logit_bias", bias, -100.0, 100.0)?))).collect()
     }
 }
 

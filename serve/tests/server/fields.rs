@@ -298,6 +298,16 @@ async fn shows(server: &Server, field: &str) {
             assert_eq!(ids(json!({ "allowed_token_ids": [13], "max_tokens": 3 })).await, json!([13, 13, 13]));
         }
         "return_token_ids" => {
+            // vLLM has them always.
+            let (without, of_chat) = (ask(json!({})).await, chat(server, json!({ "return_token_ids": false })).await);
+            for (answer, field) in [
+                (&without, "token_ids"),
+                (&without, "prompt_token_ids"),
+                (&of_chat["choices"][0], "token_ids"),
+                (&of_chat, "prompt_token_ids"),
+            ] {
+                assert_eq!(answer.get(field), Some(&Value::Null), "{answer}");
+            }
             let choice = ask(json!({ "return_token_ids": true })).await;
             assert_eq!(
                 (&choice["token_ids"], &choice["prompt_token_ids"]),
@@ -337,7 +347,10 @@ async fn shows(server: &Server, field: &str) {
         }
         "return_token_strs" => {
             let (_, answer) = server.post("/tokenize", json!({ "prompt": QUESTION, "return_token_strs": true })).await;
-            assert_eq!((&answer["count"], &answer["token_strs"][0]), (&json!(5), &json!("What")));
+            assert_eq!(
+                (&answer["count"], &answer["token_strs"]),
+                (&json!(5), &json!(["What", "Ġis", "Ġthe", "Ġpassword", "?"]))
+            );
             let messages = json!([{ "role": "user", "content": QUESTION }]);
             let (_, answer) = server.post("/tokenize", json!({ "messages": messages })).await;
             assert_eq!((&answer["count"], &answer["token_strs"]), (&json!(6), &Value::Null));
@@ -422,6 +435,7 @@ async fn values_out_of_bounds_are_refused_by_name() {
         }
     }
     for (changes, part) in [
+        (json!({ "logit_bias": { "bad1": 1, "5": 1, "bad2": 1, "512": 1 } }), "below 512: 512, bad1, bad2."),
         (json!({ "documents": ["x"] }), "`documents` must be a list of objects"),
         (json!({ "continue_final_message": true }), "Cannot set both"),
         (json!({ "messages": [] }), "`messages` is empty"),
