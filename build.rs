@@ -30,6 +30,7 @@ mod bindings {
             .prepend_enum_name(false)
             .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
             .use_core()
+            .layout_tests(false)
             .formatter(bindgen::Formatter::Prettyplease)
             .generate()
             .expect("bindgen reads csrc/aril.h")
@@ -49,7 +50,7 @@ mod kernels {
     const WHEELS: &str = "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm";
 
     pub(super) fn compile() {
-        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS"] {
+        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS"] {
             println!("cargo:rerun-if-env-changed={variable}");
         }
         let Some(nvcc) = find_nvcc() else {

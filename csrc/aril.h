@@ -420,25 +420,6 @@ typedef struct aril_group_args {
   aril_groups groups;
 } aril_group_args;
 
-// Arranges present routes with a slot in blocks of one slot and one expert, for a grouped GEMM that
-// takes the pair for its expert. Routes are ordered by expert, slot and number; the last block of a
-// slot and expert is padded with num_tokens * top_k. Other routes are left out.
-typedef struct aril_align_args {
-  int32_t num_tokens;
-  int32_t num_slots;   // higher slots count as none
-  int32_t block_size;  // routes of a block
-  int32_t max_blocks;  // the most that there can be
-  aril_top_k top_k;    // weights are not read
-  aril_routing routing;
-  int32_t* sorted_routes;  // [max_blocks * block_size]; num_padded are set
-  int32_t* block_experts;  // [max_blocks] slot * num_experts + expert; -1 beyond the last
-  int32_t* block_slots;    // [max_blocks] slot; -1 beyond the last
-  int32_t* num_padded;     // [1] routes of all blocks
-  int32_t* places;         // [num_tokens * top_k] scratch, of any content
-  // Aligned to 16 bytes; num_experts words, rounded up to an even number.
-  void* mailbox;
-} aril_align_args;
-
 // What an operation does with the deltas of routes. A delta is scales[token] * scaling * B (A x)
 // with the module that the token's slot has for the expert, times the router's weight if
 // `weighted`.
@@ -542,7 +523,6 @@ int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* ma
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
-int32_t aril_align(const aril_align_args* args, void* stream);
 int32_t aril_experts(const aril_experts_args* args, void* stream);
 
 #ifdef __cplusplus

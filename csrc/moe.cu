@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_group, aril_align and aril_experts: which kernels an operation launches, with which grids.
+// aril_group and aril_experts: which kernels an operation launches, with which grids.
 #include "host/launch.cuh"
 #include "moe/activate.cuh"
 #include "moe/combine.cuh"
 #include "moe/expand.cuh"
 #include "moe/f32.cuh"
-#include "moe/group/align.cuh"
 #include "moe/group/grid.cuh"
 #include "moe/large_m.cuh"
 
@@ -58,12 +57,10 @@ struct Kernels<float> {
 
 struct GroupKernels {
   Kernel<aril_group_args> group = {detail::group_kernel, detail::kGroupSmemBytes};
-  Kernel<aril_align_args> align = {detail::align_kernel,
-                                   ARIL_MAX_SLOTS * static_cast<int>(sizeof(int32_t))};
 
   int32_t load() const {
-    const auto& [a, b] = *this;
-    return load_table(a, b);
+    const auto& [a] = *this;
+    return load_table(a);
   }
 };
 
@@ -157,14 +154,6 @@ int32_t group(const aril_group_args& args, void* stream) {
                 detail::kGroupSmemBytes, stream, args);
 }
 
-int32_t align(const aril_align_args& args, void* stream) {
-  if (args.num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
-  if (args.top_k.num_experts > ARIL_MAX_EXPERTS) return ARIL_ERR_ARGUMENT;
-  const size_t smem_bytes = args.num_slots * sizeof(int32_t);
-  return launch(GroupKernels().align, dim3(max(args.top_k.num_experts, 1)), detail::kAlignThreads,
-                smem_bytes, stream, args);
-}
-
 int32_t experts(const aril_experts_args& args, void* stream) {
   return dispatch(args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
@@ -190,10 +179,6 @@ int32_t load_moe() {
 
 extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   return aril::group(*args, stream);
-}
-
-extern "C" int32_t aril_align(const aril_align_args* args, void* stream) {
-  return aril::align(*args, stream);
 }
 
 extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {

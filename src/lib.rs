@@ -107,7 +107,16 @@ pub mod residency;
 pub mod routing;
 mod slot;
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("aril runs on Linux alone");
+
+#[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+#[doc(no_inline)]
+pub use cudarc;
 pub use dtype::{DType, Element};
+#[doc(no_inline)]
+pub use half;
 pub use slot::Slot;
 
 #[doc = include_str!("../README.md")]

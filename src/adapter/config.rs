@@ -6,6 +6,10 @@
 
 use std::collections::{HashMap, HashSet};
 
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
 use serde_json::{Map, Value};
 
 use super::{
@@ -66,6 +70,19 @@ struct Keys<V> {
     num_plain: usize,
 }
 
+/// The order of the keys of patterns, which a [`Map`] does not keep.
+#[derive(Deserialize)]
+struct Order {
+    #[serde(default)]
+    alpha_pattern: Places,
+    #[serde(default)]
+    rank_pattern: Places,
+}
+
+/// The places of an object's keys in the file. As in Python, a key that is there twice is where it is first.
+#[derive(Default)]
+struct Places(HashMap<String, usize>);
+
 /// Plain keys of one length by their form, and then by their bytes, which are 0 at wildcards: their places in the file and their values.
 type Forms<V> = HashMap<Form, HashMap<Vec<u8>, (usize, V)>>;
 
@@ -98,6 +115,7 @@ impl Config {
         if let Some(value) = fields.get(MLX).filter(|_| !fields.contains_key("peft_type")) {
             return Err(unsupported(MLX, value));
         }
+        let order: Order = serde_json::from_str(text).map_err(json)?;
         let required = |field| fields.get(field).ok_or(AdapterError::MissingField { field });
         lora(required("peft_type")?)?;
         for (field, value) in &fields {
@@ -109,9 +127,9 @@ impl Config {
         let rank = |rank: &Value, field: &str| positive(field, rank);
         let config = Self {
             alpha: finite("lora_alpha", required("lora_alpha")?)?,
-            alpha_pattern: Keys::parse(ALPHA_PATTERN, field(ALPHA_PATTERN), number)?,
+            alpha_pattern: Keys::parse(ALPHA_PATTERN, field(ALPHA_PATTERN), &order.alpha_pattern, number)?,
             rank: field("r").map(|value| positive("r", value)).transpose()?,
-            rank_pattern: Keys::parse(RANK_PATTERN, field(RANK_PATTERN), rank)?,
+            rank_pattern: Keys::parse(RANK_PATTERN, field(RANK_PATTERN), &order.rank_pattern, rank)?,
             rslora: field("use_rslora").map_or(Ok(false), |value| flag("use_rslora", value))?,
             target_modules: target_modules(&fields)?,
             exclude_modules: match field(EXCLUDE_MODULES) {
@@ -235,10 +253,50 @@ fn matches<'a>(field: &'static str, pattern: &'a Pattern, path: &str, work: &Wor
     pattern.matches(path, work).map_err(|failure| (field, pattern.text(), failure))
 }
 
+impl<'de> Deserialize<'de> for Places {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Field {
+            Keys(#[serde(deserialize_with = "places")] HashMap<String, usize>),
+            Other(IgnoredAny),
+        }
+
+        fn places<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<String, usize>, D::Error> {
+            struct Keys;
+
+            impl<'de> Visitor<'de> for Keys {
+                type Value = HashMap<String, usize>;
+
+                fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                    f.write_str("an object")
+                }
+
+                fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+                    let mut places = HashMap::new();
+                    while let Some((key, IgnoredAny)) = entries.next_entry()? {
+                        let next = places.len();
+                        places.entry(key).or_insert(next);
+                    }
+                    Ok(places)
+                }
+            }
+
+            deserializer.deserialize_map(Keys)
+        }
+
+        Ok(match Field::deserialize(deserializer)? {
+            Field::Keys(places) => Self(places),
+            Field::Other(IgnoredAny) => Self::default(),
+        })
+    }
+}
+
 impl<V: Copy> Keys<V> {
     fn parse(
         field: &'static str,
         value: Option<&Value>,
+        places: &Places,
         read: impl Fn(&Value, &str) -> Result<V, AdapterError>,
     ) -> Result<Self, AdapterError> {
         let mut keys = Self { field, plain: HashMap::new(), regexes: Vec::new(), num_plain: 0 };
@@ -247,7 +305,9 @@ impl<V: Copy> Keys<V> {
             Some(Value::Object(entries)) => entries,
             Some(value) => return Err(invalid(field, value, "an object of numbers")),
         };
-        for (place, (key, value)) in entries.iter().enumerate() {
+        let mut entries: Vec<_> = entries.iter().map(|(key, value)| (places.0.get(key), key, value)).collect();
+        entries.sort_unstable_by_key(|(place, ..)| *place);
+        for (place, &(_, key, value)) in entries.iter().enumerate() {
             let value = read(value, &format!("{field}.{key}"))?;
             match plain(key) {
                 Some(bytes) => keys.insert(&bytes, key.starts_with('^'), (place, value)),

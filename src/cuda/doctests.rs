@@ -144,31 +144,6 @@ struct UpdatedUnderReplay;
 /// ```
 struct StaleRoutes;
 
-/// Nor can those of an alignment.
-///
-/// ```no_run
-/// # use aril::{cuda::*, routing::Batch};
-/// # fn run(routing: &mut Routing, alignment: &mut Alignment, top_k: &TopK<'_>) -> Result<(), LaunchError> {
-/// let batch = routing.update(&Batch::new(&[]))?;
-/// let routes = alignment.update(&batch, top_k)?;
-/// println!("{}", routes.num_padded().len());
-/// routing.update(&Batch::new(&[]))?;
-/// # Ok(())
-/// # }
-/// ```
-///
-/// ```compile_fail,E0499
-/// # use aril::{cuda::*, routing::Batch};
-/// # fn run(routing: &mut Routing, alignment: &mut Alignment, top_k: &TopK<'_>) -> Result<(), LaunchError> {
-/// let batch = routing.update(&Batch::new(&[]))?;
-/// let routes = alignment.update(&batch, top_k)?;
-/// routing.update(&Batch::new(&[]))?;
-/// println!("{}", routes.num_padded().len());
-/// # Ok(())
-/// # }
-/// ```
-struct StaleAlignment;
-
 /// Nothing comes between a shrink and the operation that expands it, and no operation expands another step's.
 ///
 /// ```no_run

@@ -26,7 +26,6 @@
 //!
 #![doc = include_str!("../docs/building.md")]
 
-mod align;
 mod arena;
 mod buffer;
 mod capturing;
@@ -61,7 +60,6 @@ mod upload;
 mod workspace;
 
 pub use self::{
-    align::{AlignedRoutes, Alignment},
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
     embedding::LoraEmbedding,
     experts::LoraExperts,

@@ -2,7 +2,7 @@
 
 use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, sync::Arc};
 
-use cudarc::driver::{CudaSlice, CudaView, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits};
+use cudarc::driver::{CudaSlice, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
 
 use super::{
     LaunchError, Queue,
@@ -14,7 +14,7 @@ use crate::{error::OperandError, extent::MAX_BYTES};
 /// Memory that a captured graph keeps alive.
 pub(super) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// Device memory used on one stream, whose order is the only synchronisation. Views of it may be read on other streams. It may be dropped
+/// Device memory used on one stream, whose order is the only synchronisation. It may be dropped
 /// while the stream is being captured.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
@@ -67,21 +67,6 @@ impl<T> Region<T> {
     /// The memory, for use on its stream.
     pub(super) fn region(&self) -> DeviceRegion {
         DeviceRegion { ptr: self.ptr, bytes: self.bytes.num_bytes() }
-    }
-}
-
-impl<T: DeviceRepr> Region<T> {
-    /// Makes the stream wait for readers of views, before a launch that writes. Drop the guard after the launch is enqueued.
-    pub(super) fn written(&mut self) -> SyncOnDrop<'_> {
-        self.bytes.device_ptr_mut(self.queue.stream()).1
-    }
-
-    /// `len` elements from an address in this memory on, to read on any stream.
-    pub(super) fn view(&self, address: u64, len: usize) -> CudaView<'_, T> {
-        let offset = usize::try_from(address - self.ptr).expect("an offset in memory is a usize");
-        let bytes = self.bytes.slice(offset..offset + len * size_of::<T>());
-        // SAFETY: the memory starts with these elements.
-        unsafe { bytes.transmute(len) }.expect("as many bytes as the elements have")
     }
 }
 

@@ -81,14 +81,7 @@ impl<'a> TopK<'a> {
         contract::check_tokens(self.num_tokens(), want)
     }
 
-    /// Rejects operands of another context or, for buffers, of another stream.
-    pub(super) fn check_queue(&self, queue: &Queue) -> Result<(), LaunchError> {
-        self.ids.check_queue("ids", queue)?;
-        self.weights.as_ref().map_or(Ok(()), |view| view.check_queue("weights", queue))?;
-        self.rows.as_ref().map_or(Ok(()), |view| view.check_queue("rows", queue))
-    }
-
-    /// Like `check_queue`, for a step. A captured step also rejects borrowed operands.
+    /// Rejects operands of another context or, for buffers, of another stream. A captured step also rejects borrowed operands.
     pub(super) fn check_step(&self, step: &Step<'_>) -> Result<(), LaunchError> {
         self.ids.check("ids", step)?;
         self.weights.as_ref().map_or(Ok(()), |view| view.check("weights", step))?;

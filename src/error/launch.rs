@@ -92,8 +92,8 @@ pub enum LaunchError {
         /// Name of the operand, or "the thread".
         operand: &'static str,
     },
-    /// Memory has fewer bytes than its user needs: a workspace fewer than a layer, or the memory of a routing, a grouping or an
-    /// alignment fewer than its capacity.
+    /// Memory has fewer bytes than its user needs: a workspace fewer than a layer, or the memory of a routing or a
+    /// grouping fewer than its capacity.
     #[error("{memory} has {got} bytes; {user} needs {want}")]
     TooSmall {
         /// The memory.

@@ -61,25 +61,6 @@ pub struct aril_descriptor {
     pub rank: i32,
     pub scaling: f32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_descriptor"][::core::mem::size_of::<aril_descriptor>() - 24usize];
-    [
-        "Alignment of aril_descriptor",
-    ][::core::mem::align_of::<aril_descriptor>() - 8usize];
-    [
-        "Offset of field: aril_descriptor::a",
-    ][::core::mem::offset_of!(aril_descriptor, a) - 0usize];
-    [
-        "Offset of field: aril_descriptor::b",
-    ][::core::mem::offset_of!(aril_descriptor, b) - 8usize];
-    [
-        "Offset of field: aril_descriptor::rank",
-    ][::core::mem::offset_of!(aril_descriptor, rank) - 16usize];
-    [
-        "Offset of field: aril_descriptor::scaling",
-    ][::core::mem::offset_of!(aril_descriptor, scaling) - 20usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_tile {
@@ -87,54 +68,18 @@ pub struct aril_tile {
     pub begin: i32,
     pub count: i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_tile"][::core::mem::size_of::<aril_tile>() - 12usize];
-    ["Alignment of aril_tile"][::core::mem::align_of::<aril_tile>() - 4usize];
-    [
-        "Offset of field: aril_tile::slot",
-    ][::core::mem::offset_of!(aril_tile, slot) - 0usize];
-    [
-        "Offset of field: aril_tile::begin",
-    ][::core::mem::offset_of!(aril_tile, begin) - 4usize];
-    [
-        "Offset of field: aril_tile::count",
-    ][::core::mem::offset_of!(aril_tile, count) - 8usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_tiles {
     pub all: *mut aril_tile,
     pub count: *mut i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_tiles"][::core::mem::size_of::<aril_tiles>() - 16usize];
-    ["Alignment of aril_tiles"][::core::mem::align_of::<aril_tiles>() - 8usize];
-    [
-        "Offset of field: aril_tiles::all",
-    ][::core::mem::offset_of!(aril_tiles, all) - 0usize];
-    [
-        "Offset of field: aril_tiles::count",
-    ][::core::mem::offset_of!(aril_tiles, count) - 8usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_row {
     pub token: i32,
     pub scale: f32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_row"][::core::mem::size_of::<aril_row>() - 8usize];
-    ["Alignment of aril_row"][::core::mem::align_of::<aril_row>() - 4usize];
-    [
-        "Offset of field: aril_row::token",
-    ][::core::mem::offset_of!(aril_row, token) - 0usize];
-    [
-        "Offset of field: aril_row::scale",
-    ][::core::mem::offset_of!(aril_row, scale) - 4usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_segments {
@@ -143,23 +88,6 @@ pub struct aril_segments {
     pub segment_of: [i8; 64usize],
     pub begun: [i8; 64usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_segments"][::core::mem::size_of::<aril_segments>() - 896usize];
-    ["Alignment of aril_segments"][::core::mem::align_of::<aril_segments>() - 4usize];
-    [
-        "Offset of field: aril_segments::tokens",
-    ][::core::mem::offset_of!(aril_segments, tokens) - 0usize];
-    [
-        "Offset of field: aril_segments::slots",
-    ][::core::mem::offset_of!(aril_segments, slots) - 512usize];
-    [
-        "Offset of field: aril_segments::segment_of",
-    ][::core::mem::offset_of!(aril_segments, segment_of) - 768usize];
-    [
-        "Offset of field: aril_segments::begun",
-    ][::core::mem::offset_of!(aril_segments, begun) - 832usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_routing {
@@ -173,38 +101,6 @@ pub struct aril_routing {
     pub segments: *mut aril_segments,
     pub rows: *mut aril_row,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_routing"][::core::mem::size_of::<aril_routing>() - 88usize];
-    ["Alignment of aril_routing"][::core::mem::align_of::<aril_routing>() - 8usize];
-    [
-        "Offset of field: aril_routing::tokens",
-    ][::core::mem::offset_of!(aril_routing, tokens) - 0usize];
-    [
-        "Offset of field: aril_routing::scales",
-    ][::core::mem::offset_of!(aril_routing, scales) - 8usize];
-    [
-        "Offset of field: aril_routing::slots",
-    ][::core::mem::offset_of!(aril_routing, slots) - 16usize];
-    [
-        "Offset of field: aril_routing::num_tokens",
-    ][::core::mem::offset_of!(aril_routing, num_tokens) - 24usize];
-    [
-        "Offset of field: aril_routing::indptr",
-    ][::core::mem::offset_of!(aril_routing, indptr) - 32usize];
-    [
-        "Offset of field: aril_routing::tiles",
-    ][::core::mem::offset_of!(aril_routing, tiles) - 40usize];
-    [
-        "Offset of field: aril_routing::wide_tiles",
-    ][::core::mem::offset_of!(aril_routing, wide_tiles) - 56usize];
-    [
-        "Offset of field: aril_routing::segments",
-    ][::core::mem::offset_of!(aril_routing, segments) - 72usize];
-    [
-        "Offset of field: aril_routing::rows",
-    ][::core::mem::offset_of!(aril_routing, rows) - 80usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_route_args {
@@ -214,28 +110,6 @@ pub struct aril_route_args {
     pub num_slots: i32,
     pub routing: aril_routing,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_route_args"][::core::mem::size_of::<aril_route_args>() - 112usize];
-    [
-        "Alignment of aril_route_args",
-    ][::core::mem::align_of::<aril_route_args>() - 8usize];
-    [
-        "Offset of field: aril_route_args::token_slots",
-    ][::core::mem::offset_of!(aril_route_args, token_slots) - 0usize];
-    [
-        "Offset of field: aril_route_args::token_scales",
-    ][::core::mem::offset_of!(aril_route_args, token_scales) - 8usize];
-    [
-        "Offset of field: aril_route_args::num_tokens",
-    ][::core::mem::offset_of!(aril_route_args, num_tokens) - 16usize];
-    [
-        "Offset of field: aril_route_args::num_slots",
-    ][::core::mem::offset_of!(aril_route_args, num_slots) - 20usize];
-    [
-        "Offset of field: aril_route_args::routing",
-    ][::core::mem::offset_of!(aril_route_args, routing) - 24usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_weights {
@@ -244,23 +118,6 @@ pub struct aril_weights {
     pub num_entries: i32,
     pub max_rank: i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_weights"][::core::mem::size_of::<aril_weights>() - 24usize];
-    ["Alignment of aril_weights"][::core::mem::align_of::<aril_weights>() - 8usize];
-    [
-        "Offset of field: aril_weights::table",
-    ][::core::mem::offset_of!(aril_weights, table) - 0usize];
-    [
-        "Offset of field: aril_weights::num_slots",
-    ][::core::mem::offset_of!(aril_weights, num_slots) - 8usize];
-    [
-        "Offset of field: aril_weights::num_entries",
-    ][::core::mem::offset_of!(aril_weights, num_entries) - 12usize];
-    [
-        "Offset of field: aril_weights::max_rank",
-    ][::core::mem::offset_of!(aril_weights, max_rank) - 16usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_linear_args {
@@ -287,79 +144,6 @@ pub struct aril_linear_args {
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_linear_args"][::core::mem::size_of::<aril_linear_args>() - 248usize];
-    [
-        "Alignment of aril_linear_args",
-    ][::core::mem::align_of::<aril_linear_args>() - 8usize];
-    [
-        "Offset of field: aril_linear_args::dtype",
-    ][::core::mem::offset_of!(aril_linear_args, dtype) - 0usize];
-    [
-        "Offset of field: aril_linear_args::num_tokens",
-    ][::core::mem::offset_of!(aril_linear_args, num_tokens) - 4usize];
-    [
-        "Offset of field: aril_linear_args::max_tiles",
-    ][::core::mem::offset_of!(aril_linear_args, max_tiles) - 8usize];
-    [
-        "Offset of field: aril_linear_args::large_m",
-    ][::core::mem::offset_of!(aril_linear_args, large_m) - 12usize];
-    [
-        "Offset of field: aril_linear_args::k_tiles_per_split",
-    ][::core::mem::offset_of!(aril_linear_args, k_tiles_per_split) - 16usize];
-    [
-        "Offset of field: aril_linear_args::splits_per_block",
-    ][::core::mem::offset_of!(aril_linear_args, splits_per_block) - 20usize];
-    [
-        "Offset of field: aril_linear_args::outs_per_block",
-    ][::core::mem::offset_of!(aril_linear_args, outs_per_block) - 24usize];
-    [
-        "Offset of field: aril_linear_args::max_few_tiles",
-    ][::core::mem::offset_of!(aril_linear_args, max_few_tiles) - 28usize];
-    [
-        "Offset of field: aril_linear_args::outs_per_block_of_few",
-    ][::core::mem::offset_of!(aril_linear_args, outs_per_block_of_few) - 32usize];
-    [
-        "Offset of field: aril_linear_args::overwrites",
-    ][::core::mem::offset_of!(aril_linear_args, overwrites) - 36usize];
-    [
-        "Offset of field: aril_linear_args::in_features",
-    ][::core::mem::offset_of!(aril_linear_args, in_features) - 40usize];
-    [
-        "Offset of field: aril_linear_args::num_slices",
-    ][::core::mem::offset_of!(aril_linear_args, num_slices) - 44usize];
-    [
-        "Offset of field: aril_linear_args::out_features",
-    ][::core::mem::offset_of!(aril_linear_args, out_features) - 48usize];
-    [
-        "Offset of field: aril_linear_args::x",
-    ][::core::mem::offset_of!(aril_linear_args, x) - 80usize];
-    [
-        "Offset of field: aril_linear_args::x_stride",
-    ][::core::mem::offset_of!(aril_linear_args, x_stride) - 88usize];
-    [
-        "Offset of field: aril_linear_args::y",
-    ][::core::mem::offset_of!(aril_linear_args, y) - 96usize];
-    [
-        "Offset of field: aril_linear_args::y_stride",
-    ][::core::mem::offset_of!(aril_linear_args, y_stride) - 104usize];
-    [
-        "Offset of field: aril_linear_args::mailbox",
-    ][::core::mem::offset_of!(aril_linear_args, mailbox) - 112usize];
-    [
-        "Offset of field: aril_linear_args::mailbox_bytes",
-    ][::core::mem::offset_of!(aril_linear_args, mailbox_bytes) - 120usize];
-    [
-        "Offset of field: aril_linear_args::partials",
-    ][::core::mem::offset_of!(aril_linear_args, partials) - 128usize];
-    [
-        "Offset of field: aril_linear_args::weights",
-    ][::core::mem::offset_of!(aril_linear_args, weights) - 136usize];
-    [
-        "Offset of field: aril_linear_args::routing",
-    ][::core::mem::offset_of!(aril_linear_args, routing) - 160usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_sharded_args {
@@ -383,72 +167,6 @@ pub struct aril_sharded_args {
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_sharded_args",
-    ][::core::mem::size_of::<aril_sharded_args>() - 288usize];
-    [
-        "Alignment of aril_sharded_args",
-    ][::core::mem::align_of::<aril_sharded_args>() - 8usize];
-    [
-        "Offset of field: aril_sharded_args::dtype",
-    ][::core::mem::offset_of!(aril_sharded_args, dtype) - 0usize];
-    [
-        "Offset of field: aril_sharded_args::num_tokens",
-    ][::core::mem::offset_of!(aril_sharded_args, num_tokens) - 4usize];
-    [
-        "Offset of field: aril_sharded_args::max_tiles",
-    ][::core::mem::offset_of!(aril_sharded_args, max_tiles) - 8usize];
-    [
-        "Offset of field: aril_sharded_args::tp_size",
-    ][::core::mem::offset_of!(aril_sharded_args, tp_size) - 12usize];
-    [
-        "Offset of field: aril_sharded_args::tp_rank",
-    ][::core::mem::offset_of!(aril_sharded_args, tp_rank) - 16usize];
-    [
-        "Offset of field: aril_sharded_args::width",
-    ][::core::mem::offset_of!(aril_sharded_args, width) - 20usize];
-    [
-        "Offset of field: aril_sharded_args::in_features",
-    ][::core::mem::offset_of!(aril_sharded_args, in_features) - 24usize];
-    [
-        "Offset of field: aril_sharded_args::num_slices",
-    ][::core::mem::offset_of!(aril_sharded_args, num_slices) - 28usize];
-    [
-        "Offset of field: aril_sharded_args::out_features",
-    ][::core::mem::offset_of!(aril_sharded_args, out_features) - 32usize];
-    [
-        "Offset of field: aril_sharded_args::first_outs",
-    ][::core::mem::offset_of!(aril_sharded_args, first_outs) - 64usize];
-    [
-        "Offset of field: aril_sharded_args::num_outs",
-    ][::core::mem::offset_of!(aril_sharded_args, num_outs) - 96usize];
-    [
-        "Offset of field: aril_sharded_args::x",
-    ][::core::mem::offset_of!(aril_sharded_args, x) - 128usize];
-    [
-        "Offset of field: aril_sharded_args::x_stride",
-    ][::core::mem::offset_of!(aril_sharded_args, x_stride) - 136usize];
-    [
-        "Offset of field: aril_sharded_args::v",
-    ][::core::mem::offset_of!(aril_sharded_args, v) - 144usize];
-    [
-        "Offset of field: aril_sharded_args::v_stride",
-    ][::core::mem::offset_of!(aril_sharded_args, v_stride) - 152usize];
-    [
-        "Offset of field: aril_sharded_args::y",
-    ][::core::mem::offset_of!(aril_sharded_args, y) - 160usize];
-    [
-        "Offset of field: aril_sharded_args::y_stride",
-    ][::core::mem::offset_of!(aril_sharded_args, y_stride) - 168usize];
-    [
-        "Offset of field: aril_sharded_args::weights",
-    ][::core::mem::offset_of!(aril_sharded_args, weights) - 176usize];
-    [
-        "Offset of field: aril_sharded_args::routing",
-    ][::core::mem::offset_of!(aril_sharded_args, routing) - 200usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_forward_ring {
@@ -468,58 +186,6 @@ pub struct aril_forward_ring {
     pub v_pitch: i32,
     pub v_ranks: i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_forward_ring"][::core::mem::size_of::<aril_forward_ring>() - 60usize];
-    [
-        "Alignment of aril_forward_ring",
-    ][::core::mem::align_of::<aril_forward_ring>() - 4usize];
-    [
-        "Offset of field: aril_forward_ring::stage_boxes",
-    ][::core::mem::offset_of!(aril_forward_ring, stage_boxes) - 0usize];
-    [
-        "Offset of field: aril_forward_ring::stages",
-    ][::core::mem::offset_of!(aril_forward_ring, stages) - 4usize];
-    [
-        "Offset of field: aril_forward_ring::stage_bytes",
-    ][::core::mem::offset_of!(aril_forward_ring, stage_bytes) - 8usize];
-    [
-        "Offset of field: aril_forward_ring::inbox",
-    ][::core::mem::offset_of!(aril_forward_ring, inbox) - 12usize];
-    [
-        "Offset of field: aril_forward_ring::deltas",
-    ][::core::mem::offset_of!(aril_forward_ring, deltas) - 16usize];
-    [
-        "Offset of field: aril_forward_ring::handover",
-    ][::core::mem::offset_of!(aril_forward_ring, handover) - 20usize];
-    [
-        "Offset of field: aril_forward_ring::v",
-    ][::core::mem::offset_of!(aril_forward_ring, v) - 24usize];
-    [
-        "Offset of field: aril_forward_ring::sums",
-    ][::core::mem::offset_of!(aril_forward_ring, sums) - 28usize];
-    [
-        "Offset of field: aril_forward_ring::a",
-    ][::core::mem::offset_of!(aril_forward_ring, a) - 32usize];
-    [
-        "Offset of field: aril_forward_ring::batch",
-    ][::core::mem::offset_of!(aril_forward_ring, batch) - 36usize];
-    [
-        "Offset of field: aril_forward_ring::modules",
-    ][::core::mem::offset_of!(aril_forward_ring, modules) - 40usize];
-    [
-        "Offset of field: aril_forward_ring::total",
-    ][::core::mem::offset_of!(aril_forward_ring, total) - 44usize];
-    [
-        "Offset of field: aril_forward_ring::delta_pitch",
-    ][::core::mem::offset_of!(aril_forward_ring, delta_pitch) - 48usize];
-    [
-        "Offset of field: aril_forward_ring::v_pitch",
-    ][::core::mem::offset_of!(aril_forward_ring, v_pitch) - 52usize];
-    [
-        "Offset of field: aril_forward_ring::v_ranks",
-    ][::core::mem::offset_of!(aril_forward_ring, v_ranks) - 56usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_forward_map {
@@ -528,25 +194,6 @@ pub struct aril_forward_map {
     pub units: i32,
     pub rings: [aril_forward_ring; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_forward_map"][::core::mem::size_of::<aril_forward_map>() - 1272usize];
-    [
-        "Alignment of aril_forward_map",
-    ][::core::mem::align_of::<aril_forward_map>() - 8usize];
-    [
-        "Offset of field: aril_forward_map::tensor_maps",
-    ][::core::mem::offset_of!(aril_forward_map, tensor_maps) - 0usize];
-    [
-        "Offset of field: aril_forward_map::splits",
-    ][::core::mem::offset_of!(aril_forward_map, splits) - 1024usize];
-    [
-        "Offset of field: aril_forward_map::units",
-    ][::core::mem::offset_of!(aril_forward_map, units) - 1028usize];
-    [
-        "Offset of field: aril_forward_map::rings",
-    ][::core::mem::offset_of!(aril_forward_map, rings) - 1032usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_base_weights {
@@ -560,42 +207,6 @@ pub struct aril_base_weights {
     pub slices: [*const ::core::ffi::c_void; 8usize],
     pub strides: [i64; 8usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_base_weights",
-    ][::core::mem::size_of::<aril_base_weights>() - 424usize];
-    [
-        "Alignment of aril_base_weights",
-    ][::core::mem::align_of::<aril_base_weights>() - 8usize];
-    [
-        "Offset of field: aril_base_weights::dtype",
-    ][::core::mem::offset_of!(aril_base_weights, dtype) - 0usize];
-    [
-        "Offset of field: aril_base_weights::in_features",
-    ][::core::mem::offset_of!(aril_base_weights, in_features) - 4usize];
-    [
-        "Offset of field: aril_base_weights::splits",
-    ][::core::mem::offset_of!(aril_base_weights, splits) - 8usize];
-    [
-        "Offset of field: aril_base_weights::units",
-    ][::core::mem::offset_of!(aril_base_weights, units) - 12usize];
-    [
-        "Offset of field: aril_base_weights::rings",
-    ][::core::mem::offset_of!(aril_base_weights, rings) - 16usize];
-    [
-        "Offset of field: aril_base_weights::num_slices",
-    ][::core::mem::offset_of!(aril_base_weights, num_slices) - 256usize];
-    [
-        "Offset of field: aril_base_weights::out_features",
-    ][::core::mem::offset_of!(aril_base_weights, out_features) - 260usize];
-    [
-        "Offset of field: aril_base_weights::slices",
-    ][::core::mem::offset_of!(aril_base_weights, slices) - 296usize];
-    [
-        "Offset of field: aril_base_weights::strides",
-    ][::core::mem::offset_of!(aril_base_weights, strides) - 360usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_forward_args {
@@ -618,69 +229,6 @@ pub struct aril_forward_args {
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_forward_args",
-    ][::core::mem::size_of::<aril_forward_args>() - 240usize];
-    [
-        "Alignment of aril_forward_args",
-    ][::core::mem::align_of::<aril_forward_args>() - 8usize];
-    [
-        "Offset of field: aril_forward_args::dtype",
-    ][::core::mem::offset_of!(aril_forward_args, dtype) - 0usize];
-    [
-        "Offset of field: aril_forward_args::num_tokens",
-    ][::core::mem::offset_of!(aril_forward_args, num_tokens) - 4usize];
-    [
-        "Offset of field: aril_forward_args::accumulates",
-    ][::core::mem::offset_of!(aril_forward_args, accumulates) - 8usize];
-    [
-        "Offset of field: aril_forward_args::polls",
-    ][::core::mem::offset_of!(aril_forward_args, polls) - 12usize];
-    [
-        "Offset of field: aril_forward_args::withholds",
-    ][::core::mem::offset_of!(aril_forward_args, withholds) - 16usize];
-    [
-        "Offset of field: aril_forward_args::in_features",
-    ][::core::mem::offset_of!(aril_forward_args, in_features) - 20usize];
-    [
-        "Offset of field: aril_forward_args::num_slices",
-    ][::core::mem::offset_of!(aril_forward_args, num_slices) - 24usize];
-    [
-        "Offset of field: aril_forward_args::out_features",
-    ][::core::mem::offset_of!(aril_forward_args, out_features) - 28usize];
-    [
-        "Offset of field: aril_forward_args::map",
-    ][::core::mem::offset_of!(aril_forward_args, map) - 64usize];
-    [
-        "Offset of field: aril_forward_args::x",
-    ][::core::mem::offset_of!(aril_forward_args, x) - 72usize];
-    [
-        "Offset of field: aril_forward_args::x_stride",
-    ][::core::mem::offset_of!(aril_forward_args, x_stride) - 80usize];
-    [
-        "Offset of field: aril_forward_args::bias",
-    ][::core::mem::offset_of!(aril_forward_args, bias) - 88usize];
-    [
-        "Offset of field: aril_forward_args::y",
-    ][::core::mem::offset_of!(aril_forward_args, y) - 96usize];
-    [
-        "Offset of field: aril_forward_args::y_stride",
-    ][::core::mem::offset_of!(aril_forward_args, y_stride) - 104usize];
-    [
-        "Offset of field: aril_forward_args::mailbox",
-    ][::core::mem::offset_of!(aril_forward_args, mailbox) - 112usize];
-    [
-        "Offset of field: aril_forward_args::mailbox_bytes",
-    ][::core::mem::offset_of!(aril_forward_args, mailbox_bytes) - 120usize];
-    [
-        "Offset of field: aril_forward_args::weights",
-    ][::core::mem::offset_of!(aril_forward_args, weights) - 128usize];
-    [
-        "Offset of field: aril_forward_args::routing",
-    ][::core::mem::offset_of!(aril_forward_args, routing) - 152usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_silu_mul_args {
@@ -688,24 +236,6 @@ pub struct aril_silu_mul_args {
     pub out: *mut ::core::ffi::c_void,
     pub out_stride: i64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_silu_mul_args",
-    ][::core::mem::size_of::<aril_silu_mul_args>() - 264usize];
-    [
-        "Alignment of aril_silu_mul_args",
-    ][::core::mem::align_of::<aril_silu_mul_args>() - 8usize];
-    [
-        "Offset of field: aril_silu_mul_args::layer",
-    ][::core::mem::offset_of!(aril_silu_mul_args, layer) - 0usize];
-    [
-        "Offset of field: aril_silu_mul_args::out",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out) - 248usize];
-    [
-        "Offset of field: aril_silu_mul_args::out_stride",
-    ][::core::mem::offset_of!(aril_silu_mul_args, out_stride) - 256usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_add_rms_norm_args {
@@ -717,36 +247,6 @@ pub struct aril_add_rms_norm_args {
     pub out: *mut ::core::ffi::c_void,
     pub out_stride: i64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_add_rms_norm_args",
-    ][::core::mem::size_of::<aril_add_rms_norm_args>() - 296usize];
-    [
-        "Alignment of aril_add_rms_norm_args",
-    ][::core::mem::align_of::<aril_add_rms_norm_args>() - 8usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::layer",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, layer) - 0usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::weight",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, weight) - 248usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::eps",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, eps) - 256usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::residual",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual) - 264usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::residual_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, residual_stride) - 272usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::out",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out) - 280usize];
-    [
-        "Offset of field: aril_add_rms_norm_args::out_stride",
-    ][::core::mem::offset_of!(aril_add_rms_norm_args, out_stride) - 288usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_embedding_args {
@@ -762,48 +262,6 @@ pub struct aril_embedding_args {
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_embedding_args",
-    ][::core::mem::size_of::<aril_embedding_args>() - 160usize];
-    [
-        "Alignment of aril_embedding_args",
-    ][::core::mem::align_of::<aril_embedding_args>() - 8usize];
-    [
-        "Offset of field: aril_embedding_args::dtype",
-    ][::core::mem::offset_of!(aril_embedding_args, dtype) - 0usize];
-    [
-        "Offset of field: aril_embedding_args::num_tokens",
-    ][::core::mem::offset_of!(aril_embedding_args, num_tokens) - 4usize];
-    [
-        "Offset of field: aril_embedding_args::max_tiles",
-    ][::core::mem::offset_of!(aril_embedding_args, max_tiles) - 8usize];
-    [
-        "Offset of field: aril_embedding_args::outs_per_block",
-    ][::core::mem::offset_of!(aril_embedding_args, outs_per_block) - 12usize];
-    [
-        "Offset of field: aril_embedding_args::vocab",
-    ][::core::mem::offset_of!(aril_embedding_args, vocab) - 16usize];
-    [
-        "Offset of field: aril_embedding_args::hidden",
-    ][::core::mem::offset_of!(aril_embedding_args, hidden) - 20usize];
-    [
-        "Offset of field: aril_embedding_args::token_ids",
-    ][::core::mem::offset_of!(aril_embedding_args, token_ids) - 24usize];
-    [
-        "Offset of field: aril_embedding_args::y",
-    ][::core::mem::offset_of!(aril_embedding_args, y) - 32usize];
-    [
-        "Offset of field: aril_embedding_args::y_stride",
-    ][::core::mem::offset_of!(aril_embedding_args, y_stride) - 40usize];
-    [
-        "Offset of field: aril_embedding_args::weights",
-    ][::core::mem::offset_of!(aril_embedding_args, weights) - 48usize];
-    [
-        "Offset of field: aril_embedding_args::routing",
-    ][::core::mem::offset_of!(aril_embedding_args, routing) - 72usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_top_k {
@@ -813,26 +271,6 @@ pub struct aril_top_k {
     pub top_k: i32,
     pub num_experts: i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_top_k"][::core::mem::size_of::<aril_top_k>() - 32usize];
-    ["Alignment of aril_top_k"][::core::mem::align_of::<aril_top_k>() - 8usize];
-    [
-        "Offset of field: aril_top_k::ids",
-    ][::core::mem::offset_of!(aril_top_k, ids) - 0usize];
-    [
-        "Offset of field: aril_top_k::weights",
-    ][::core::mem::offset_of!(aril_top_k, weights) - 8usize];
-    [
-        "Offset of field: aril_top_k::rows",
-    ][::core::mem::offset_of!(aril_top_k, rows) - 16usize];
-    [
-        "Offset of field: aril_top_k::top_k",
-    ][::core::mem::offset_of!(aril_top_k, top_k) - 24usize];
-    [
-        "Offset of field: aril_top_k::num_experts",
-    ][::core::mem::offset_of!(aril_top_k, num_experts) - 28usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_route_entry {
@@ -841,25 +279,6 @@ pub struct aril_route_entry {
     pub scale: f32,
     pub weight: f32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_route_entry"][::core::mem::size_of::<aril_route_entry>() - 16usize];
-    [
-        "Alignment of aril_route_entry",
-    ][::core::mem::align_of::<aril_route_entry>() - 4usize];
-    [
-        "Offset of field: aril_route_entry::route",
-    ][::core::mem::offset_of!(aril_route_entry, route) - 0usize];
-    [
-        "Offset of field: aril_route_entry::row",
-    ][::core::mem::offset_of!(aril_route_entry, row) - 4usize];
-    [
-        "Offset of field: aril_route_entry::scale",
-    ][::core::mem::offset_of!(aril_route_entry, scale) - 8usize];
-    [
-        "Offset of field: aril_route_entry::weight",
-    ][::core::mem::offset_of!(aril_route_entry, weight) - 12usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_route_tile {
@@ -868,25 +287,6 @@ pub struct aril_route_tile {
     pub begin: i32,
     pub count: i32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_route_tile"][::core::mem::size_of::<aril_route_tile>() - 16usize];
-    [
-        "Alignment of aril_route_tile",
-    ][::core::mem::align_of::<aril_route_tile>() - 4usize];
-    [
-        "Offset of field: aril_route_tile::slot",
-    ][::core::mem::offset_of!(aril_route_tile, slot) - 0usize];
-    [
-        "Offset of field: aril_route_tile::expert",
-    ][::core::mem::offset_of!(aril_route_tile, expert) - 4usize];
-    [
-        "Offset of field: aril_route_tile::begin",
-    ][::core::mem::offset_of!(aril_route_tile, begin) - 8usize];
-    [
-        "Offset of field: aril_route_tile::count",
-    ][::core::mem::offset_of!(aril_route_tile, count) - 12usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_groups {
@@ -897,29 +297,6 @@ pub struct aril_groups {
     pub num_wide_tiles: *mut i32,
     pub mailbox: *mut ::core::ffi::c_void,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_groups"][::core::mem::size_of::<aril_groups>() - 48usize];
-    ["Alignment of aril_groups"][::core::mem::align_of::<aril_groups>() - 8usize];
-    [
-        "Offset of field: aril_groups::routes",
-    ][::core::mem::offset_of!(aril_groups, routes) - 0usize];
-    [
-        "Offset of field: aril_groups::tiles",
-    ][::core::mem::offset_of!(aril_groups, tiles) - 8usize];
-    [
-        "Offset of field: aril_groups::num_tiles",
-    ][::core::mem::offset_of!(aril_groups, num_tiles) - 16usize];
-    [
-        "Offset of field: aril_groups::wide_tiles",
-    ][::core::mem::offset_of!(aril_groups, wide_tiles) - 24usize];
-    [
-        "Offset of field: aril_groups::num_wide_tiles",
-    ][::core::mem::offset_of!(aril_groups, num_wide_tiles) - 32usize];
-    [
-        "Offset of field: aril_groups::mailbox",
-    ][::core::mem::offset_of!(aril_groups, mailbox) - 40usize];
-};
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_group_args {
@@ -928,84 +305,6 @@ pub struct aril_group_args {
     pub routing: aril_routing,
     pub groups: aril_groups,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_group_args"][::core::mem::size_of::<aril_group_args>() - 176usize];
-    [
-        "Alignment of aril_group_args",
-    ][::core::mem::align_of::<aril_group_args>() - 8usize];
-    [
-        "Offset of field: aril_group_args::num_tokens",
-    ][::core::mem::offset_of!(aril_group_args, num_tokens) - 0usize];
-    [
-        "Offset of field: aril_group_args::top_k",
-    ][::core::mem::offset_of!(aril_group_args, top_k) - 8usize];
-    [
-        "Offset of field: aril_group_args::routing",
-    ][::core::mem::offset_of!(aril_group_args, routing) - 40usize];
-    [
-        "Offset of field: aril_group_args::groups",
-    ][::core::mem::offset_of!(aril_group_args, groups) - 128usize];
-};
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_align_args {
-    pub num_tokens: i32,
-    pub num_slots: i32,
-    pub block_size: i32,
-    pub max_blocks: i32,
-    pub top_k: aril_top_k,
-    pub routing: aril_routing,
-    pub sorted_routes: *mut i32,
-    pub block_experts: *mut i32,
-    pub block_slots: *mut i32,
-    pub num_padded: *mut i32,
-    pub places: *mut i32,
-    pub mailbox: *mut ::core::ffi::c_void,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of aril_align_args"][::core::mem::size_of::<aril_align_args>() - 184usize];
-    [
-        "Alignment of aril_align_args",
-    ][::core::mem::align_of::<aril_align_args>() - 8usize];
-    [
-        "Offset of field: aril_align_args::num_tokens",
-    ][::core::mem::offset_of!(aril_align_args, num_tokens) - 0usize];
-    [
-        "Offset of field: aril_align_args::num_slots",
-    ][::core::mem::offset_of!(aril_align_args, num_slots) - 4usize];
-    [
-        "Offset of field: aril_align_args::block_size",
-    ][::core::mem::offset_of!(aril_align_args, block_size) - 8usize];
-    [
-        "Offset of field: aril_align_args::max_blocks",
-    ][::core::mem::offset_of!(aril_align_args, max_blocks) - 12usize];
-    [
-        "Offset of field: aril_align_args::top_k",
-    ][::core::mem::offset_of!(aril_align_args, top_k) - 16usize];
-    [
-        "Offset of field: aril_align_args::routing",
-    ][::core::mem::offset_of!(aril_align_args, routing) - 48usize];
-    [
-        "Offset of field: aril_align_args::sorted_routes",
-    ][::core::mem::offset_of!(aril_align_args, sorted_routes) - 136usize];
-    [
-        "Offset of field: aril_align_args::block_experts",
-    ][::core::mem::offset_of!(aril_align_args, block_experts) - 144usize];
-    [
-        "Offset of field: aril_align_args::block_slots",
-    ][::core::mem::offset_of!(aril_align_args, block_slots) - 152usize];
-    [
-        "Offset of field: aril_align_args::num_padded",
-    ][::core::mem::offset_of!(aril_align_args, num_padded) - 160usize];
-    [
-        "Offset of field: aril_align_args::places",
-    ][::core::mem::offset_of!(aril_align_args, places) - 168usize];
-    [
-        "Offset of field: aril_align_args::mailbox",
-    ][::core::mem::offset_of!(aril_align_args, mailbox) - 176usize];
-};
 impl aril_experts_form {
     pub const ARIL_ADD: aril_experts_form = aril_experts_form(0);
     pub const ARIL_WRITE: aril_experts_form = aril_experts_form(1);
@@ -1067,126 +366,6 @@ pub struct aril_experts_args {
     pub top_k: aril_top_k,
     pub groups: aril_groups,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of aril_experts_args",
-    ][::core::mem::size_of::<aril_experts_args>() - 360usize];
-    [
-        "Alignment of aril_experts_args",
-    ][::core::mem::align_of::<aril_experts_args>() - 8usize];
-    [
-        "Offset of field: aril_experts_args::dtype",
-    ][::core::mem::offset_of!(aril_experts_args, dtype) - 0usize];
-    [
-        "Offset of field: aril_experts_args::num_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, num_tokens) - 4usize];
-    [
-        "Offset of field: aril_experts_args::max_tiles",
-    ][::core::mem::offset_of!(aril_experts_args, max_tiles) - 8usize];
-    [
-        "Offset of field: aril_experts_args::shrink_blocks",
-    ][::core::mem::offset_of!(aril_experts_args, shrink_blocks) - 12usize];
-    [
-        "Offset of field: aril_experts_args::expand_blocks",
-    ][::core::mem::offset_of!(aril_experts_args, expand_blocks) - 16usize];
-    [
-        "Offset of field: aril_experts_args::outs_per_block",
-    ][::core::mem::offset_of!(aril_experts_args, outs_per_block) - 20usize];
-    [
-        "Offset of field: aril_experts_args::wide_shrink_blocks",
-    ][::core::mem::offset_of!(aril_experts_args, wide_shrink_blocks) - 24usize];
-    [
-        "Offset of field: aril_experts_args::wide_expand_blocks",
-    ][::core::mem::offset_of!(aril_experts_args, wide_expand_blocks) - 28usize];
-    [
-        "Offset of field: aril_experts_args::wide_outs_per_block",
-    ][::core::mem::offset_of!(aril_experts_args, wide_outs_per_block) - 32usize];
-    [
-        "Offset of field: aril_experts_args::form",
-    ][::core::mem::offset_of!(aril_experts_args, form) - 36usize];
-    [
-        "Offset of field: aril_experts_args::weighted",
-    ][::core::mem::offset_of!(aril_experts_args, weighted) - 40usize];
-    [
-        "Offset of field: aril_experts_args::rows_weighted",
-    ][::core::mem::offset_of!(aril_experts_args, rows_weighted) - 44usize];
-    [
-        "Offset of field: aril_experts_args::groups_routes",
-    ][::core::mem::offset_of!(aril_experts_args, groups_routes) - 48usize];
-    [
-        "Offset of field: aril_experts_args::inputs_complete",
-    ][::core::mem::offset_of!(aril_experts_args, inputs_complete) - 52usize];
-    [
-        "Offset of field: aril_experts_args::from_tokens",
-    ][::core::mem::offset_of!(aril_experts_args, from_tokens) - 56usize];
-    [
-        "Offset of field: aril_experts_args::in_features",
-    ][::core::mem::offset_of!(aril_experts_args, in_features) - 60usize];
-    [
-        "Offset of field: aril_experts_args::num_slices",
-    ][::core::mem::offset_of!(aril_experts_args, num_slices) - 64usize];
-    [
-        "Offset of field: aril_experts_args::out_features",
-    ][::core::mem::offset_of!(aril_experts_args, out_features) - 68usize];
-    [
-        "Offset of field: aril_experts_args::interleaved",
-    ][::core::mem::offset_of!(aril_experts_args, interleaved) - 72usize];
-    [
-        "Offset of field: aril_experts_args::up_slice",
-    ][::core::mem::offset_of!(aril_experts_args, up_slice) - 76usize];
-    [
-        "Offset of field: aril_experts_args::activation",
-    ][::core::mem::offset_of!(aril_experts_args, activation) - 80usize];
-    [
-        "Offset of field: aril_experts_args::alpha",
-    ][::core::mem::offset_of!(aril_experts_args, alpha) - 84usize];
-    [
-        "Offset of field: aril_experts_args::limit",
-    ][::core::mem::offset_of!(aril_experts_args, limit) - 88usize];
-    [
-        "Offset of field: aril_experts_args::factor",
-    ][::core::mem::offset_of!(aril_experts_args, factor) - 92usize];
-    [
-        "Offset of field: aril_experts_args::x",
-    ][::core::mem::offset_of!(aril_experts_args, x) - 96usize];
-    [
-        "Offset of field: aril_experts_args::x_stride",
-    ][::core::mem::offset_of!(aril_experts_args, x_stride) - 104usize];
-    [
-        "Offset of field: aril_experts_args::y",
-    ][::core::mem::offset_of!(aril_experts_args, y) - 112usize];
-    [
-        "Offset of field: aril_experts_args::y_stride",
-    ][::core::mem::offset_of!(aril_experts_args, y_stride) - 120usize];
-    [
-        "Offset of field: aril_experts_args::out",
-    ][::core::mem::offset_of!(aril_experts_args, out) - 128usize];
-    [
-        "Offset of field: aril_experts_args::out_stride",
-    ][::core::mem::offset_of!(aril_experts_args, out_stride) - 136usize];
-    [
-        "Offset of field: aril_experts_args::mailbox",
-    ][::core::mem::offset_of!(aril_experts_args, mailbox) - 144usize];
-    [
-        "Offset of field: aril_experts_args::mailbox_bytes",
-    ][::core::mem::offset_of!(aril_experts_args, mailbox_bytes) - 152usize];
-    [
-        "Offset of field: aril_experts_args::partials",
-    ][::core::mem::offset_of!(aril_experts_args, partials) - 160usize];
-    [
-        "Offset of field: aril_experts_args::weights",
-    ][::core::mem::offset_of!(aril_experts_args, weights) - 168usize];
-    [
-        "Offset of field: aril_experts_args::routing",
-    ][::core::mem::offset_of!(aril_experts_args, routing) - 192usize];
-    [
-        "Offset of field: aril_experts_args::top_k",
-    ][::core::mem::offset_of!(aril_experts_args, top_k) - 280usize];
-    [
-        "Offset of field: aril_experts_args::groups",
-    ][::core::mem::offset_of!(aril_experts_args, groups) - 312usize];
-};
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;
 }
@@ -1268,12 +447,6 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_group(
         args: *const aril_group_args,
-        stream: *mut ::core::ffi::c_void,
-    ) -> i32;
-}
-unsafe extern "C" {
-    pub fn aril_align(
-        args: *const aril_align_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -154,54 +154,6 @@ impl RouteCapacity {
     }
 }
 
-/// Upper bounds on aligned blocks. A block holds routes of one slot to one expert.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct AlignCapacity {
-    /// Bounds on the routes.
-    pub routes: RouteCapacity,
-    /// Slots of the weight table, at most [`MAX_SLOTS`].
-    #[doc(alias = "max_loras")]
-    pub num_slots: usize,
-    /// Routes per block.
-    pub block_size: usize,
-}
-
-impl AlignCapacity {
-    /// A capacity for aligning `routes` of adapters in `num_slots` slots to blocks of `block_size` routes.
-    pub const fn new(routes: RouteCapacity, num_slots: usize, block_size: usize) -> Self {
-        Self { routes, num_slots, block_size }
-    }
-
-    /// Returns the capacity if every bound is valid.
-    ///
-    /// # Errors
-    /// [`PlanError::Limit`] if a bound other than `num_experts` is zero, a bound exceeds the kernels' limit, or the padded routes
-    /// could exceed `i32::MAX`.
-    pub fn checked(self) -> Result<Self, PlanError> {
-        let routes = self.routes.checked()?;
-        limit("num_slots", self.num_slots, MAX_SLOTS)?;
-        limit("block_size", self.block_size, i32::MAX as usize / routes.max_routes())?;
-        Ok(self)
-    }
-
-    /// The largest number of blocks: each pair of a slot and an expert can leave one block partly filled.
-    pub fn max_blocks(&self) -> usize {
-        let RouteCapacity { max_tokens, num_experts, .. } = self.routes;
-        let routes = self.routes.max_routes();
-        match product(&[self.num_slots.min(max_tokens), num_experts]).min(routes) {
-            0 => 0,
-            groups => groups + (routes - groups) / self.block_size.max(1),
-        }
-    }
-
-    /// The largest number of routes in all blocks, including padding.
-    #[doc(alias = "max_num_tokens_padded")]
-    pub fn max_padded(&self) -> usize {
-        product(&[self.max_blocks(), self.block_size])
-    }
-}
-
 /// Rejects a value outside `1..=max`.
 pub(super) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
     if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
@@ -220,8 +172,6 @@ mod tests {
         const HALF: usize = 1 << (usize::BITS / 2);
         let routes = RouteCapacity::tokens(HALF).top_k(HALF).experts(HALF);
         assert_eq!(routes.max_routes(), usize::MAX);
-        assert!(AlignCapacity::new(routes, HALF, 2).max_blocks() > usize::MAX / 4);
-        assert_eq!(AlignCapacity::new(routes, HALF, HALF).max_padded(), usize::MAX);
         let tokens = Capacity::tokens(usize::MAX).slots(usize::MAX).rank(8);
         assert!(tokens.max_tiles(usize::MAX) > usize::MAX / 256);
         assert!(routes.checked().is_err() && tokens.checked().is_err());

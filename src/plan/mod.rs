@@ -16,7 +16,7 @@ mod workspace;
 
 pub(crate) use self::linear::check_outputs;
 pub use self::{
-    capacity::{AlignCapacity, Capacity, RouteCapacity},
+    capacity::{Capacity, RouteCapacity},
     device::Device,
     error::PlanError,
     experts::{ExpertsPlan, ProjectionPlan},

@@ -1,13 +1,10 @@
 //! The adapter of each token in a batch, and the experts that a router chose for it.
 //!
 //! Pure host code. A [`Batch`] has a [`Slot`] per token, which [`Segments`] groups by slot; `cuda::Routing` computes the same
-//! grouping on the device, and tests compare the two. [`TopK`] is a router's choice, and [`AlignedRoutes`] has its routes in blocks
-//! of one slot and one expert.
+//! grouping on the device, and tests compare the two. [`TopK`] is a router's choice.
 
-mod aligned;
 mod top_k;
 
-pub use aligned::AlignedRoutes;
 pub use top_k::TopK;
 #[cfg(feature = "cuda")]
 pub(crate) use top_k::Weighed;

@@ -169,11 +169,6 @@ impl<'a> TopK<'a> {
         self.factor * self.weight_at(Weighed::Combine, route)
     }
 
-    /// Rejects a batch with another number of tokens.
-    pub(crate) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
-        contract::check_tokens(self.num_tokens(), want)
-    }
-
     fn weight_at(&self, place: Weighed, route: usize) -> f32 {
         self.weights.filter(|_| self.weighed == place).map_or(1.0, |weights| weights[route])
     }

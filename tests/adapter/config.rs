@@ -88,12 +88,9 @@ fn rank_stabilised_scaling() {
 /// PEFT's scaling with `rank_pattern` divides by the module's own rank.
 #[test]
 fn the_rank_is_the_tensors() {
-    for config in [
-        json!({"peft_type": "LORA", "lora_alpha": 16}),
-        json!({"peft_type": "LORA", "lora_alpha": 16, "r": 4}),
-        json!({"peft_type": "LORA", "lora_alpha": 16, "r": 64, "rank_pattern": {"v_proj": 2, "q_proj": 4, "(q)_proj": 8}}),
-    ] {
-        assert_eq!(scaling(config, 4), 4.0);
+    for fields in ["", r#", "r": 4"#, r#", "r": 64, "rank_pattern": {"v_proj": 2, "q_proj": 4, "(q)_proj": 8}"#] {
+        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 16{fields}}}"#);
+        assert_eq!(one_module(&config, 4).unwrap().modules()[0].scaling(), 4.0);
     }
 }
 
@@ -346,9 +343,9 @@ fn the_first_key_wins() {
         (vec!["(?=v)v_proj", "[qk]_proj", "q_proj"], 1.0),
         (vec!["_proj", "yers.1.q_proj", "v_proj"], 9.0),
     ] {
-        let patterns: serde_json::Map<_, _> =
-            keys.iter().enumerate().map(|(place, key)| ((*key).to_owned(), json!(place))).collect();
-        let config = json!({"peft_type": "LORA", "lora_alpha": 9, "alpha_pattern": patterns}).to_string();
+        let patterns: Vec<_> = keys.iter().enumerate().map(|(place, key)| format!("{}: {place}", json!(key))).collect();
+        let patterns = patterns.join(", ");
+        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 9, "alpha_pattern": {{{patterns}}}}}"#);
         let tensors = ["A", "B"].map(|side| format!("{PATH}.lora_{side}.weight"));
         let adapter = load(&config, [(&*tensors[0], &[1, 8][..]), (&*tensors[1], &[8, 1])]).unwrap();
         assert_eq!(adapter.modules()[0].scaling(), alpha, "{keys:?}");

@@ -10,7 +10,6 @@
 )]
 
 pub mod adapters;
-pub mod align;
 pub mod case;
 pub mod compare;
 pub mod consumers;

@@ -16,14 +16,14 @@ use aril::{
         Activation, Collective, EmbeddingId, EmbeddingSite, Exchange, Experts, ExpertsId, ExpertsSite, Halves, Linear,
         LinearId, LinearSite, Model, ModelSpec, Parallel, Part, ProjectionSite, Shard, SpecError, TpRank,
     },
-    plan::{AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
+    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, ProjectionPlan, RouteCapacity},
     pool::{
         AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
     },
     reference,
     registry::{Listed, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
-    routing::{AlignedRoutes, Batch, Segments, TopK},
+    routing::{Batch, Segments, TopK},
 };
 
 fn shared<T: Send + Sync>() {}
@@ -46,7 +46,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(SlotImage<'_>, Piece<'_>)>();
     shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Part, Shard, TpRank)>(
     );
-    shared::<(DType, Slot, Segments, AlignedRoutes, AlignCapacity, Capacity, LinearPlan)>();
+    shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ForwardPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
@@ -95,10 +95,10 @@ fn a_slot_is_the_integer_that_kernels_read() {
 #[cfg(feature = "cuda")]
 mod cuda {
     use aril::cuda::{
-        AdapterPool, AlignedRoutes, Alignment, Buffer, Filled, FullyShardedLinear, FusedLinear, Graph, GroupedRoutes,
-        Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue,
-        Reservation, RoutedBatch, Routing, Shrunk, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace,
-        driver_is_present, raw,
+        AdapterPool, Buffer, Filled, FullyShardedLinear, FusedLinear, Graph, GroupedRoutes, Grouping, Kernels,
+        LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, PinnedBuffer, Queue, Reservation,
+        RoutedBatch, Routing, Shrunk, Staging, Step, TopK, View, ViewMut, WeightTable, Workspace, driver_is_present,
+        raw,
     };
 
     fn sent<T: Send>() {}
@@ -110,7 +110,7 @@ mod cuda {
         super::shared::<(FullyShardedLinear, raw::FullyShardedLinear)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Shrunk<'_, '_>, Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
-        super::shared::<(Grouping, Alignment, AlignedRoutes<'_, '_>, GroupedRoutes<'_, '_>, TopK<'_>)>();
+        super::shared::<(Grouping, GroupedRoutes<'_, '_>, TopK<'_>)>();
         super::shared::<(
             Buffer<f32>,
             PinnedBuffer<f32>,
@@ -120,7 +120,7 @@ mod cuda {
             MatrixMut<'_, f32>,
         )>();
         super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
-        super::shared::<(raw::Alignment, raw::AlignedRoutes, raw::FusedLinear, raw::LoraExperts, raw::TopK)>();
+        super::shared::<(raw::FusedLinear, raw::LoraExperts, raw::TopK)>();
         super::shared::<(raw::Routing, raw::Grouping, raw::GroupedRoutes)>();
         super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::Table, raw::Step, raw::RoutedBatch)>();
         super::error::<LaunchError>();

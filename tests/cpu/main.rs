@@ -9,7 +9,6 @@
 )]
 
 mod admission;
-mod align;
 mod api;
 mod archs;
 #[path = "../common/mod.rs"]

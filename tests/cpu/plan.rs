@@ -3,10 +3,7 @@
 use aril::{
     DType,
     model::{Experts, Halves, Linear, LinearSite, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{
-        AlignCapacity, Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError,
-        RouteCapacity,
-    },
+    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError, RouteCapacity},
 };
 use proptest::prelude::*;
 
@@ -223,19 +220,6 @@ fn bounds_on_routes_outside_the_limits_are_refused_by_name() {
     assert_eq!(routes(most + 1, 1, 1).checked(), Err(refused("max_tokens", most + 1, most)));
     assert_eq!(routes(1000, 0, 1).checked(), Err(refused("top_k", 0, most / 1000)));
     assert_eq!(routes(1000, most / 1000 + 1, 1).checked(), Err(refused("top_k", most / 1000 + 1, most / 1000)));
-
-    let blocks = |block_size| AlignCapacity::new(routes(100, 7, 3), 5, block_size);
-    let most = i32::MAX as usize / 700;
-    assert_eq!(blocks(most).checked(), Ok(blocks(most)));
-    for block_size in [0, most + 1] {
-        assert_eq!(blocks(block_size).checked(), Err(refused("block_size", block_size, most)));
-    }
-    // 15 groups leave a block unfilled each, and the other routes fill blocks.
-    assert_eq!((blocks(16).max_blocks(), blocks(16).max_padded()), (15 + 685 / 16, (15 + 685 / 16) * 16));
-    let few_tokens = AlignCapacity::new(routes(2, 7, 3), 5, 4);
-    assert_eq!((few_tokens.max_blocks(), few_tokens.max_padded()), (6 + 8 / 4, 32));
-    let none_held = AlignCapacity::new(routes(2, 7, 0), 5, 4);
-    assert_eq!((none_held.max_blocks(), none_held.max_padded()), (0, 0));
 }
 
 #[test]

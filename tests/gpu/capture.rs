@@ -9,12 +9,12 @@ use std::{
 use aril::{
     DType, Slot,
     cuda::{
-        Alignment, Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
-        MatrixMut, PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
+        Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
+        PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
     },
     error::{LoadError, OperandError},
     model::{Activation, Experts, ExpertsId, Linear, ModelSpec, Parallel, TpRank},
-    plan::{AlignCapacity, Capacity, RouteCapacity, WorkspaceBytes},
+    plan::{Capacity, RouteCapacity, WorkspaceBytes},
     routing::Batch,
 };
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
@@ -563,12 +563,10 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         (LoraLinear::new(&weights, linear).unwrap(), LoraEmbedding::new(&weights, embedding).unwrap());
     let experts = LoraExperts::new(&weights, experts).unwrap();
     let routes = RouteCapacity::tokens(1).top_k(2).experts(2);
-    let of_blocks = AlignCapacity::new(routes, 2, 4);
     let [mut workspace, mut of_step, mut captured_workspace] =
         [&weights; 3].map(|weights| Workspace::new(weights).unwrap());
     let [mut routing, mut of_batch, mut captured] = [queue; 3].map(|queue| Routing::new(queue, capacity, 2).unwrap());
     let [mut grouping, mut of_routes] = [queue; 2].map(|queue| Grouping::new(queue, routes).unwrap());
-    let mut alignment = Alignment::new(queue, of_blocks).unwrap();
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
     let (mut values, mut target) = (Buffer::<f32>::zeros(queue, 64).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
     let mut pinned = PinnedBuffer::<f32>::zeros(queue, 64).unwrap();
@@ -602,8 +600,6 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("Graph::replay", graph.replay(&mut of_graph)),
         ("Grouping::new", Grouping::new(queue, routes).map(drop)),
         ("Grouping::update", grouping.update(&mut step, top_k()).map(drop)),
-        ("Alignment::new", Alignment::new(queue, of_blocks).map(drop)),
-        ("Alignment::update", alignment.update(&batch, &top_k()).map(drop)),
         ("Buffer::zeros", Buffer::<f32>::zeros(queue, 64).map(drop)),
         ("Buffer::write", target.write(&[9.0; 64])),
         ("Buffer::read", target.read(&mut [0.0; 64])),

@@ -12,7 +12,6 @@
 )]
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
-mod align;
 mod any_calls;
 mod backend;
 mod capture;

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | a step after the next update of its routing; a routing that is updated between a step and a replay | `cuda::doctests::Stale`, `UpdatedUnderReplay` |
 //! | a captured step that outlives its capture | `KeptStep` |
-//! | routes of another batch | `StaleRoutes`, `StaleAlignment` |
+//! | routes of another batch | `StaleRoutes` |
 //! | an expand of another shrink's sums | `ExpandedAfterOthers`, `cpu::LoraLinear::shrink` |
 //! | a commit of the pool under a step | `CommittedUnderStep`, `cpu::AdapterPool::step` |
 //! | an adapter that is committed twice | `CommittedTwice` |

@@ -11,7 +11,6 @@
 #![expect(unsafe_code, reason = "launches on memory that the caller owns")]
 
 mod abi;
-mod align;
 mod embedding;
 mod experts;
 mod fully_sharded;
@@ -27,7 +26,6 @@ mod top_k;
 
 pub(in crate::cuda) use self::experts::Form;
 pub use self::{
-    align::{AlignedRoutes, Alignment},
     embedding::LoraEmbedding,
     experts::LoraExperts,
     fully_sharded::FullyShardedLinear,

@@ -6,9 +6,8 @@
     reason = "its numbers are small"
 )]
 
-mod align;
 mod layers;
 mod routing;
 mod sharded;
 
-criterion::criterion_main!(align::benches, layers::benches, routing::benches, sharded::benches);
+criterion::criterion_main!(layers::benches, routing::benches, sharded::benches);
