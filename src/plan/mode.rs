@@ -3,7 +3,7 @@
 use super::{
     forward::ForwardPlan,
     linear::LinearPlan,
-    thresholds::mode::{BASE_TO_FACTORS, BASE_TO_FACTORS_DOWN, FUSED_TOKENS, LEAST_BASE_TO_FACTORS},
+    thresholds::mode::{BASE_TO_FACTORS, BASE_TO_FACTORS_DOWN, FEW, FEW_ONCE},
 };
 
 /// How the delta of a linear layer is computed beside its base GEMM. The documentation of `cuda` describes the modes.
@@ -23,22 +23,22 @@ impl LinearPlan {
     /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
     ///
     /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 9 %. Shrink
-    /// on a second stream adds least in few of them, by at most 2.2 % of the layer on the H200 and 3.5 % on the H100, so it is not chosen;
+    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. Shrink
+    /// on a second stream adds least in few of them, by at most 1.4 % of the layer on the H200 and 2.1 % on the H100, so it is not chosen;
     /// nor is an expand within the operation behind the layer, which depends on that operation. An engine whose GEMM cannot accumulate
     /// takes [`Mode::After`] for [`Mode::First`].
     pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = ranks * (self.out_features().len() * in_features + out_features);
         let has_base_of = |times: usize| factors * times <= in_features * out_features;
-        let base_to_factors = if in_features > out_features { BASE_TO_FACTORS_DOWN } else { BASE_TO_FACTORS };
         let is_fastest_fused = |fused: &ForwardPlan| {
-            let most = match fused.reads_input_once() {
-                true if has_base_of(base_to_factors) => fused.max_tokens(),
-                false if !has_base_of(LEAST_BASE_TO_FACTORS) => 0,
-                _ => FUSED_TOKENS,
+            let (few_tokens, of_few) = if fused.reads_input_once() { FEW_ONCE } else { FEW };
+            let base_to_factors = match num_tokens <= few_tokens {
+                true => of_few,
+                false if in_features > out_features => BASE_TO_FACTORS_DOWN,
+                false => BASE_TO_FACTORS,
             };
-            num_tokens <= most.min(fused.max_tokens())
+            num_tokens <= fused.max_tokens() && has_base_of(base_to_factors)
         };
         if fused.is_some_and(is_fastest_fused) {
             Mode::Fused

@@ -180,23 +180,22 @@ pub(super) mod experts {
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
-/// Which mode adds least to a layer on an H200 (`benches/record/h200/layer.json`, layers of Qwen3-8B and 32B with up to 8 adapters, with
-/// 16 and with 64).
+/// Which mode adds least to a layer on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and 32B, with 8 adapters
+/// and with one for each token): fused, where the base weights have so many times the bytes of the adapters' factors:
+///
+/// | tokens | blocks share rows and read x once | others |
+/// |---|---|---|
+/// | few | `FEW_ONCE`: up to 32 tokens, 1 time | `FEW`: up to 16 tokens, 3 times |
+/// | more, and as many input as output features, or fewer | `BASE_TO_FACTORS` | the same |
+/// | more, and more input than output features (down) | `BASE_TO_FACTORS_DOWN` | the same |
+///
+/// Between 4.2 times (`gate_up` of 32B, 64 adapters of rank 16), where fused takes 19 % longer than the best mode on the H200, and 6 times
+/// (`gate_up` of 8B, 8 of rank 64), where it takes 2 % longer there and is the best on the H100, there is no measurement.
 pub(super) mod mode {
-    /// Up to this many tokens fused adds least in 62 of 64 layers.
-    pub(in crate::plan) const FUSED_TOKENS: usize = 32;
-    /// Unless thread blocks share rows, as below, the base weights must have this many times the bytes of the adapters' factors. With
-    /// 2 times (`qkv` of 32B, 16 adapters of rank 64), fused takes 6 % longer than the best mode.
-    pub(in crate::plan) const LEAST_BASE_TO_FACTORS: usize = 3;
-    /// Where two thread blocks share the features of a row and read x once, fused adds least with more tokens, too, if the base weights
-    /// have this many times the bytes of the adapters' factors:
-    ///
-    /// | layer | factor | measured with |
-    /// |---|---|---|
-    /// | as many input as output features, or fewer | `BASE_TO_FACTORS` | rank 16 of 8 adapters |
-    /// | more input than output features (down) | `BASE_TO_FACTORS_DOWN` | rank 16 of 64 adapters |
-    pub(in crate::plan) const BASE_TO_FACTORS: usize = 8;
-    pub(in crate::plan) const BASE_TO_FACTORS_DOWN: usize = 4;
+    pub(in crate::plan) const FEW_ONCE: (usize, usize) = (32, 1);
+    pub(in crate::plan) const FEW: (usize, usize) = (16, 3);
+    pub(in crate::plan) const BASE_TO_FACTORS: usize = 5;
+    pub(in crate::plan) const BASE_TO_FACTORS_DOWN: usize = 3;
 }
 
 /// How a fused linear is launched.
