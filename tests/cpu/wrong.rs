@@ -2,15 +2,15 @@
 
 use aril::{
     Element, Slot,
-    cpu::{FusedLinear, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
+    cpu::{FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
-    routing::Batch,
+    routing::{Batch, TopK},
 };
 use half::{bf16, f16};
 
 use crate::common::{
     cpu::table,
-    wrong::{Call, LEN, Op, World, check},
+    wrong::{ACTIVATION, Call, Choice, LEN, Op, Projection, World, check},
 };
 
 fn to<T: Element>(data: &mut [T], [rows, cols, stride]: [usize; 3]) -> Result<MatrixMut<'_, T>, OperandError> {
@@ -21,7 +21,8 @@ fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
     let [own, other] = world.models.each_ref().map(|model| table(model, World::dtype(), World::capacity(), &[]));
     let (slots, mut workspace) = (vec![Slot::new(0); call.tokens], Workspace::default());
     let (inputs, seven, ids) = ([T::from_f32(1.0); LEN], T::from_f32(7.0), [0; LEN]);
-    let (mut y, mut residual, mut out) = ([seven; LEN], [seven; LEN], [seven; LEN]);
+    let (ones, rows): ([f32; LEN], Vec<i32>) = ([1.0; LEN], (0..LEN as i32).collect());
+    let (mut y, mut residual, mut out, mut v) = ([seven; LEN], [seven; LEN], [seven; LEN], [7.0_f32; LEN]);
     let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(&inputs, rows, cols, stride);
     let result = (|| -> Result<(), OperandError> {
         let batch = Batch::new(&slots);
@@ -51,9 +52,35 @@ fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
                 let layer = LoraEmbedding::new(&own, world.embedding(call.of))?;
                 layer.add_delta(&mut step, &ids[..num_ids], to(&mut y, call.y)?)
             }
+            Op::Experts { at, choice: Choice { ids: num_ids, top_k, weights, rows: num_rows } } => {
+                let layer = LoraExperts::new(&own, world.experts(call.of))?;
+                let top_k = TopK::new(&ids[..num_ids], top_k)?.with_weights(&ones[..weights])?;
+                let (step, top_k, x) = (&mut step, &top_k.with_rows(&rows[..num_rows])?, matrix(call.x)?);
+                match at {
+                    Projection::AddGateUp => layer.add_gate_up_delta(step, top_k, x, to(&mut y, call.y)?),
+                    Projection::WriteGateUp => layer.write_gate_up_delta(step, top_k, x, to(&mut y, call.y)?),
+                    Projection::Activate => {
+                        layer.activate(step, top_k, x, matrix(call.y)?, to(&mut out, call.out)?, ACTIVATION)
+                    }
+                    Projection::AddDown => layer.add_down_delta(step, top_k, x, to(&mut y, call.y)?),
+                    Projection::WriteDown => layer.write_down_delta(step, top_k, x, to(&mut y, call.y)?),
+                    Projection::AddCombined => layer.add_combined_delta(step, top_k, x, to(&mut y, call.y)?),
+                    Projection::Combine => layer.combine(step, top_k, x, matrix(call.y)?, to(&mut out, call.out)?),
+                }
+            }
+            Op::ShardedShrink => {
+                let layer = FullyShardedLinear::new(&own, world.id(call.of))?;
+                layer.shrink(&step, matrix(call.x)?, to(&mut v, call.y)?)
+            }
+            Op::ShardedExpand => {
+                let [rows, cols, stride] = call.x;
+                let layer = FullyShardedLinear::new(&own, world.id(call.of))?;
+                layer.expand(&step, Matrix::strided(&ones, rows, cols, stride)?, to(&mut y, call.y)?)
+            }
         }
     })();
-    assert!(result.is_ok() || [y, residual, out].concat().iter().all(|value| *value == seven), "{call:?}");
+    let is_unchanged = [y, residual, out].concat().iter().all(|value| *value == seven) && v == [7.0; LEN];
+    assert!(result.is_ok() || is_unchanged, "{call:?}");
     result
 }
 

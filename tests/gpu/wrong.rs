@@ -2,14 +2,17 @@
 
 use aril::{
     Element, Slot,
-    cuda::{FusedLinear, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Routing, Workspace},
+    cuda::{
+        FullyShardedLinear, FusedLinear, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
+        MatrixMut, Routing, TopK, Workspace,
+    },
     error::OperandError,
     routing::Batch,
 };
 use half::{bf16, f16};
 
 use crate::{
-    common::wrong::{Call, LEN, Op, World, check},
+    common::wrong::{ACTIVATION, Call, Choice, LEN, Op, Projection, World, check},
     device::Gpu,
     operations::table,
 };
@@ -22,7 +25,9 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
     let mut workspace = Workspace::new(&own).unwrap();
     let seven = T::from_f32(7.0);
     let (inputs, ids) = (gpu.upload(&[T::from_f32(1.0); LEN]), gpu.upload(&[0_i32; LEN]));
+    let (ones, rows) = (gpu.upload(&[1.0_f32; LEN]), gpu.upload(&std::array::from_fn::<_, LEN, _>(|row| row as i32)));
     let [mut y, mut residual, mut out] = [(); 3].map(|()| gpu.upload(&[seven; LEN]));
+    let mut v = gpu.upload(&[7.0_f32; LEN]);
     let inputs = inputs.view::<T>();
     let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(inputs.slice(..), rows, cols, stride);
     let result = (|| -> Result<(), LaunchError> {
@@ -56,10 +61,38 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
                 let ids = ids.view::<i32>();
                 layer.add_delta(&mut step, ids.slice(..num_ids), y()?)
             }
+            Op::Experts { at, choice: Choice { ids: num_ids, top_k, weights, rows: num_rows } } => {
+                let layer = LoraExperts::new(&own, world.experts(call.of))?;
+                let mut grouping = Grouping::new(&gpu.queue, layer.plan().routes())?;
+                let (ids, ones, rows) = (ids.view::<i32>(), ones.view::<f32>(), rows.view::<i32>());
+                let top_k = TopK::new(ids.slice(..num_ids), top_k)?.with_weights(ones.slice(..weights))?;
+                let routes = &mut grouping.update(&mut step, top_k.with_rows(rows.slice(..num_rows))?)?;
+                let (step, x) = (&mut step, matrix(call.x)?);
+                match at {
+                    Projection::AddGateUp => layer.add_gate_up_delta(step, routes, x, y()?),
+                    Projection::WriteGateUp => layer.write_gate_up_delta(step, routes, x, y()?),
+                    Projection::Activate => layer.activate(step, routes, x, matrix(call.y)?, out()?, ACTIVATION),
+                    Projection::AddDown => layer.add_down_delta(step, routes, x, y()?),
+                    Projection::WriteDown => layer.write_down_delta(step, routes, x, y()?),
+                    Projection::AddCombined => layer.add_combined_delta(step, routes, x, y()?),
+                    Projection::Combine => layer.combine(step, routes, x, matrix(call.y)?, out()?),
+                }
+            }
+            Op::ShardedShrink => {
+                let layer = FullyShardedLinear::new(&own, world.id(call.of))?;
+                let v = MatrixMut::strided(v.view_mut::<f32>(), y_shape[0], y_shape[1], y_shape[2])?;
+                layer.shrink(&step, matrix(call.x)?, v)
+            }
+            Op::ShardedExpand => {
+                let ([rows, cols, stride], v) = (call.x, ones.view::<f32>());
+                let layer = FullyShardedLinear::new(&own, world.id(call.of))?;
+                layer.expand(&step, Matrix::strided(v, rows, cols, stride)?, y()?)
+            }
         }
     })();
     let written = [y, residual, out].map(|buffer| buffer.read::<T>()).concat();
-    assert!(result.is_ok() || written.iter().all(|value| *value == seven), "{call:?}");
+    let is_unchanged = written.iter().all(|value| *value == seven) && v.read::<f32>() == [7.0; LEN];
+    assert!(result.is_ok() || is_unchanged, "{call:?}");
     result
 }
 
