@@ -415,6 +415,7 @@ typedef struct aril_groups {
 
 typedef struct aril_group_args {
   int32_t num_tokens;
+  int32_t num_slots;  // of aril_route
   aril_top_k top_k;
   aril_routing routing;
   aril_groups groups;

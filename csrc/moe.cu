@@ -149,6 +149,7 @@ int32_t experts_f32(const aril_experts_args& args, void* stream) {
 }
 
 int32_t group(const aril_group_args& args, void* stream) {
+  if (args.num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
   if (detail::fit_one_block(args.num_tokens, args.top_k)) return 0;
   return launch(GroupKernels().group, dim3(args.top_k.num_experts + 2), detail::kGroupThreads,
                 detail::kGroupSmemBytes, stream, args);

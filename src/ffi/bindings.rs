@@ -301,6 +301,7 @@ pub struct aril_groups {
 #[derive(Debug, Copy, Clone)]
 pub struct aril_group_args {
     pub num_tokens: i32,
+    pub num_slots: i32,
     pub top_k: aril_top_k,
     pub routing: aril_routing,
     pub groups: aril_groups,

@@ -91,7 +91,6 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   using Scan = cub::BlockScan<GroupCounts, kGroupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads, cub::BLOCK_REDUCE_WARP_REDUCTIONS>;
   constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
-  constexpr int kSlotsPerThread = ARIL_MAX_SLOTS / kGroupThreads;
   constexpr int kAtOnce = 4, kPart = kGroupPart;
   static_assert(kPart <= 1 << 16 && kPart % (4 * kAtOnce * kGroupThreads) == 0);
   __shared__ union {
@@ -108,8 +107,9 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   int* const of_slots = reinterpret_cast<int*>(listed + kPart);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
+  const int num_slots = has_slots ? p.num_slots : 1;
   if (threadIdx.x == 0) epoch = begin_epoch(p.groups.mailbox);
-  for (int slot = threadIdx.x; slot < ARIL_MAX_SLOTS; slot += kGroupThreads) of_slots[slot] = 0;
+  for (int slot = threadIdx.x; slot < num_slots; slot += kGroupThreads) of_slots[slot] = 0;
   const int num_routes = routed_tokens(p.routing, p.num_tokens) * top_k;
   wait_for_predecessors();
   const bool vectors = reinterpret_cast<uintptr_t>(p.top_k.ids) % 16 == 0;
@@ -156,18 +156,15 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   for_own_routes(false, [&](int, int slot) { atomicAdd(&of_slots[slot], 1); });
 
-  // Adjacent threads have adjacent slots, without bank conflicts.
-  const auto slot_of_thread = [](int i) {
-    return i * kGroupThreads + static_cast<int>(threadIdx.x);
-  };
   const auto counts_of = [&](int slot) {
     const int routes = of_slots[slot];
     return GroupCounts{routes, ceil_div(routes, kSmallTile), ceil_div(routes, kWideTile)};
   };
   const auto plus = [](const GroupCounts& a, const GroupCounts& b) { return a + b; };
   GroupCounts own = {0, 0, 0}, before, all;
+  // Adjacent threads have adjacent slots, without bank conflicts.
 #pragma unroll 4
-  for (int i = 0; i < kSlotsPerThread; ++i) own = own + counts_of(slot_of_thread(i));
+  for (int slot = threadIdx.x; slot < num_slots; slot += kGroupThreads) own = own + counts_of(slot);
   Scan(storage.scan).ExclusiveScan(own, before, GroupCounts{0, 0, 0}, plus, all);
 
   // Each block publishes its counts, and sums those of the blocks before it, which have started.
@@ -215,8 +212,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
   if (has_slots) {
 #pragma unroll 1
-    for (int i = 0; i < kSlotsPerThread; ++i) {
-      const int slot = slot_of_thread(i);
+    for (int slot = threadIdx.x; slot < num_slots; slot += kGroupThreads) {
       const GroupCounts counts = counts_of(slot);
       if (counts.routes == 0) continue;
       write_tiles(p.groups, counts, others, before, slot, mine, 0, 1);

@@ -88,6 +88,7 @@ impl Grouping {
         let raw = top_k.expect(batch, self.capacity)?;
         let args = ffi::aril_group_args {
             num_tokens: int(batch.num_tokens)?,
+            num_slots: int(batch.num_slots)?,
             top_k: raw,
             routing: batch.routing,
             groups: self.groups,

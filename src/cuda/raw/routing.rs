@@ -192,6 +192,7 @@ impl Routing {
         RoutedBatch {
             routing: self.routing,
             num_tokens,
+            num_slots: self.capacity.num_slots,
             max_tiles: capacity.max_tiles(num_tokens),
             max_small_tiles: capacity.max_small_tiles(num_tokens),
             max_wide_tiles: capacity.max_wide_tiles(num_tokens),
@@ -222,6 +223,7 @@ impl Routing {
 pub struct RoutedBatch {
     pub(super) routing: ffi::aril_routing,
     pub(super) num_tokens: usize,
+    pub(super) num_slots: usize,
     pub(super) max_tiles: usize,
     pub(super) max_small_tiles: usize,
     pub(super) max_wide_tiles: usize,

@@ -6,8 +6,9 @@
     reason = "its numbers are small"
 )]
 
+mod grouping;
 mod layers;
 mod routing;
 mod sharded;
 
-criterion::criterion_main!(layers::benches, routing::benches, sharded::benches);
+criterion::criterion_main!(grouping::benches, layers::benches, routing::benches, sharded::benches);

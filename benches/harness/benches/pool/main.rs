@@ -50,6 +50,9 @@ struct Cli {
     /// Replays beside each part of a load
     #[arg(long, default_value_t = 10_000)]
     replays: usize,
+    /// Only beside those parts whose name contains this
+    #[arg(long, default_value = "")]
+    beside: String,
     /// What cargo passes
     #[arg(long, hide = true)]
     bench: bool,
@@ -76,7 +79,7 @@ fn main() -> Result<ExitCode> {
     figures.meta.commit = option_env!("ARIL_COMMIT").map(str::to_owned);
     println!("{}\n", figures.meta.gpu);
     if cli.stalls {
-        stalls::measure(&gpu, cli.replays)?;
+        stalls::measure(&gpu, cli.replays, &cli.beside)?;
         println!("{:.0} s", start.elapsed().as_secs_f64());
         return Ok(ExitCode::SUCCESS);
     }

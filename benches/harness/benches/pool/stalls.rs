@@ -111,7 +111,7 @@ const WORKS: [(&str, Make); 16] = [
     }),
 ];
 
-pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
+pub(crate) fn measure(gpu: &Gpu, replays: usize, only: &str) -> Result<()> {
     let (layers, noise) = (Layers::qwen3_8b(LAYERS), Noise::new(1, SMALL, 0.02));
     let (model, linears) = layers.model()?;
     let dir = tempfile::tempdir()?;
@@ -144,7 +144,7 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize) -> Result<()> {
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     let queue = Queue::new(&gpu.kernels, &gpu.new_stream()?)?;
     let setup = Setup { weights: &weights, image: &image, memory: &memory, disk: &disk, queue };
-    for (name, make) in WORKS {
+    for (name, make) in WORKS.into_iter().filter(|(name, _)| name.contains(only)) {
         let beside = make(&setup)?;
         println!("{}", measure_beside(gpu, (graph, &mut step), replays, beside)?.row(name));
     }
