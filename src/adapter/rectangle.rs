@@ -87,7 +87,10 @@ impl<'a> Rectangle<'a> {
             stripes = stripes.max(part.len().div_ceil(stripe_bytes));
         }
         let features = stripes * TILE_FEATURES;
-        let pack = |(task, part): (usize, &mut [u8])| self.narrowed(task * features, features).pack::<S, T>(part);
+        let pack = |(task, part): (usize, &mut [u8])| {
+            let narrowed = self.narrowed(task * features, features);
+            past_caches(part, |part| narrowed.pack::<S, T>(part))
+        };
         let is_finite = if is_nested() {
             let mut tasks = part.chunks_mut(stripes * stripe_bytes).enumerate();
             tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))?
@@ -201,6 +204,48 @@ impl<'a> Rectangle<'a> {
     }
 }
 
+/// Lets `write` write a part of a block in memory of this thread, and stores it in the block past the caches: the device copies it from
+/// there. What it copied from the caches of many cores would delay the step beside the load (benches/record/designs.md).
+fn past_caches<R>(part: &mut [u8], write: impl FnOnce(&mut [u8]) -> R) -> R {
+    thread_local! {
+        static WRITTEN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    // Not borrowed meanwhile, as in `pack`.
+    let mut written = WRITTEN.take();
+    written.resize(part.len(), 0);
+    let result = write(&mut written);
+    store_past_caches(&written, part);
+    WRITTEN.set(written);
+    result
+}
+
+/// Copies bytes to a slice of their length, whose last bytes and whose whole, if it is misaligned, may remain in a cache.
+#[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "calls the instructions")]
+fn store_past_caches(from: &[u8], to: &mut [u8]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    const BYTES: usize = size_of::<__m128i>();
+    if !to.as_ptr().addr().is_multiple_of(BYTES) {
+        return to.copy_from_slice(from);
+    }
+    let ((from, last), (to, last_to)) = (from.as_chunks::<BYTES>(), to.as_chunks_mut::<BYTES>());
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: it has 16 bytes, at any address. The instruction is of every x86-64 processor, as the others are.
+        let bytes = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+        // SAFETY: it has 16 bytes, too. The target begins at a multiple of 16 bytes, and so does each of its chunks.
+        unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), bytes) };
+    }
+    // Other threads, and the copies that they enqueue, see the stores after this, as they see all others.
+    // SAFETY: it accesses no memory.
+    unsafe { _mm_sfence() };
+    last_to.copy_from_slice(last);
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn store_past_caches(from: &[u8], to: &mut [u8]) {
+    to.copy_from_slice(from);
+}
+
 /// Writes B from its rows. Outputs without a row are zero.
 fn write_b<'a, S: Element, T: Element>(mut rows: impl Iterator<Item = &'a [u8]>, rank: usize, part: &mut [u8]) {
     for part in part.chunks_exact_mut(layout::stripe_elems(rank) * size_of::<T>()) {
@@ -251,4 +296,31 @@ fn convert<S: Element, T: Element>(value: S) -> T {
 /// One element of a row, or zero after its end.
 fn element<S: Element>(row: &[u8], index: usize) -> S {
     row.get(index * size_of::<S>()..(index + 1) * size_of::<S>()).map_or(S::default(), bytemuck::pod_read_unaligned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::past_caches;
+
+    /// At any address, of any length, and within another one.
+    #[test]
+    fn bytes_are_stored_past_the_caches_as_they_are_written() {
+        let value = |at: usize, by: usize| (at * 7 + by).to_le_bytes()[0];
+        let fill = |bytes: &mut [u8], by| bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = value(at, by));
+        for (offset, len) in (0..=16).flat_map(|offset| (0..=100).map(move |len| (offset, len))) {
+            let mut block = [0xee; 160];
+            let result = past_caches(&mut block[offset..][..len], |part| {
+                let mut inner = [0; 40];
+                past_caches(&mut inner, |inner| fill(inner, 3));
+                assert!(inner.iter().enumerate().all(|(at, &byte)| byte == value(at, 3)));
+                fill(part, 5);
+                offset
+            });
+            assert_eq!(result, offset);
+            let is_right = |(at, &byte): (usize, &u8)| {
+                byte == if (offset..offset + len).contains(&at) { value(at - offset, 5) } else { 0xee }
+            };
+            assert!(block.iter().enumerate().all(is_right), "{len} bytes at {offset}");
+        }
+    }
 }
