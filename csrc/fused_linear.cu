@@ -109,7 +109,7 @@ int32_t check(const aril_forward_args& args) {
   return major < 9 ? ARIL_ERR_NO_KERNEL : 0;
 }
 
-int32_t fill_params(const aril_forward_args& args, int token_tiles, detail::FusedParams& params) {
+int32_t fill_params(const aril_forward_args& args, detail::FusedParams& params) {
   params.args = args;
   params.splits = args.map->splits;
   static_assert(sizeof(params.w) == sizeof(args.map->tensor_maps));
@@ -117,8 +117,7 @@ int32_t fill_params(const aril_forward_args& args, int token_tiles, detail::Fuse
   Encode encode;
   ARIL_TRY(encoder(encode));
   ARIL_TRY(encode_map(encode, params.x, args.dtype, args.x, args.num_tokens, args.in_features,
-                      args.x_stride, token_tiles * detail::kTokenTile,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
+                      args.x_stride, args.num_tokens, CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   return share_out(args, params);
 }
 
@@ -139,7 +138,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   const aril_forward_ring& ring = args.map->rings[kRing];
   if (ring.stages == 0) return ARIL_ERR_SHARED_MEMORY;
   detail::FusedParams params;
-  ARIL_TRY(fill_params(args, kTokenTiles, params));
+  ARIL_TRY(fill_params(args, params));
   params.smem = ring;
   params.grid.stage_boxes = ring.stage_boxes;
   params.grid.stages = ring.stages;

@@ -13,10 +13,12 @@ namespace aril::detail {
 
 // Fills the ring with boxes of one matrix, stage by stage. W and x have a thread each, so that no
 // load of W waits for x.
+// A box of x has the batch's tokens alone. Rows of a stage beyond them keep what was there before:
+// their sums are dropped.
 struct Producer {
   const CUtensorMap* map;
   uint64_t policy;
-  int boxes, box_bytes, stages, stage_bytes;  // of a stage
+  int boxes, box_bytes, box_stride, stages, stage_bytes;  // of a stage
   int first_box, num_boxes, first_row, pass_rows;
   unsigned char* place;  // in the first stage
   int stage = 0, box = 0, row = 0;
@@ -27,6 +29,7 @@ struct Producer {
     return {&p.w[share.slice],
             kEvictFirst,
             p.grid.stage_boxes,
+            p.grid.pass_units * kUnitBoxBytes,
             p.grid.pass_units * kUnitBoxBytes,
             p.grid.stages,
             p.smem.stage_bytes,
@@ -42,6 +45,7 @@ struct Producer {
     return {&p.x,
             kEvictLast,
             p.grid.stage_boxes,
+            p.args.num_tokens * kBoxFeatures * 2,
             token_tiles * kTokenBoxBytes,
             p.grid.stages,
             p.smem.stage_bytes,
@@ -60,7 +64,7 @@ struct Producer {
     unsigned char* to = place + stage * stage_bytes;
     copy_box(to, *map, (first_box + box) * kBoxFeatures, first_row + row, full, policy);
     if (boxes > 1) {
-      copy_box(to + box_bytes, *map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
+      copy_box(to + box_stride, *map, (first_box + box + 1) * kBoxFeatures, first_row + row, full,
                policy);
     }
     box += boxes;
