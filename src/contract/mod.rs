@@ -5,14 +5,14 @@
 //! output; of an operand its element type, its shape, and the alignment of its rows.
 
 mod embedding;
-mod experts;
+pub(crate) mod experts;
 mod fully_sharded;
 mod fused_linear;
 mod linear;
 
 pub(crate) use self::{
     embedding::Embedding,
-    experts::{Experts, ExpertsForm, check_of_routes, check_tokens, check_top_k},
+    experts::{Experts, ExpertsForm, check_of_routes, check_top_k},
     fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     linear::Linear,

@@ -78,7 +78,7 @@ impl<'a> TopK<'a> {
 
     /// Rejects a batch with another number of tokens.
     pub(super) fn check_tokens(&self, want: usize) -> Result<(), OperandError> {
-        contract::check_tokens(self.num_tokens(), want)
+        contract::experts::check_tokens(self.num_tokens(), want)
     }
 
     /// Rejects operands of another context or, for buffers, of another stream. A captured step also rejects borrowed operands.

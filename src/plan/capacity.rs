@@ -149,6 +149,7 @@ impl RouteCapacity {
     }
 
     /// Routes in a full batch, which is also the number of rows of `[routes, ..]` matrices.
+    #[cfg(any(feature = "cuda", test))]
     pub(crate) fn max_routes(&self) -> usize {
         product(&[self.max_tokens, self.top_k])
     }
