@@ -14,8 +14,7 @@ use crate::{error::OperandError, extent::MAX_BYTES};
 /// Memory that a captured graph keeps alive.
 pub(super) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// Device memory used on one stream, whose order is the only synchronisation. It may be dropped
-/// while the stream is being captured.
+/// Device memory used on one stream, whose order is the only synchronisation. It may be dropped while the stream is being captured.
 #[derive(Debug)]
 pub(super) struct Region<T = u8> {
     queue: Queue,
