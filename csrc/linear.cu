@@ -17,8 +17,7 @@ using detail::ceil_div;
 using detail::EmbeddingPath;
 using detail::kMaxRankTiles;
 
-// kBeside: shrink on few multiprocessors, beside a GEMM.
-enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand, kBeside = 4 };
+enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
 
 // All kernels for elements of T.
 template <typename T>
@@ -32,8 +31,6 @@ struct Kernels {
        {detail::small_m_kernel<T, true, false>, kMaxSmem}},
       {{detail::small_m_kernel<T, false, true>, kMaxSmem},
        {detail::small_m_kernel<T, true, true>, kMaxSmem}}};
-  Kernel<aril_linear_args, detail::SmallMGrid, int> small_m_shrink = {
-      detail::small_m_shrink_kernel<T>, kMaxSmem};
   // Of 2, 4 and kMaxRankTiles rank tiles for a warpgroup.
   LargeM shrink2 = {detail::large_m_shrink_kernel<T, 2>, kMaxSmem};
   LargeM shrink4 = {detail::large_m_shrink_kernel<T, 4>, kMaxSmem};
@@ -48,8 +45,8 @@ struct Kernels {
       {detail::embedding_kernel<T, EmbeddingPath::kLargeMHighRank>, kMaxSmem}};
 
   int32_t load() const {
-    const auto& [a, b, c, d, e, f, g, h] = *this;
-    return load_table(a, b, c, d, e, f, g, h);
+    const auto& [a, b, c, d, e, f, g] = *this;
+    return load_table(a, b, c, d, e, f, g);
   }
 };
 
@@ -114,15 +111,6 @@ int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
   grid.shrink = parts & kShrink ? grid.shrink_tiles * shrink_blocks : 0;
   if (!(parts & kExpand)) expand = 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
-  if (parts & kBeside) {
-    const int team_bytes = ceil_div(detail::small_m_shrink_smem_bytes(rows), 128) * 128;
-    int max_bytes;
-    ARIL_TRY(max_smem_bytes(max_bytes));
-    const int teams = min(min(max_bytes / team_bytes, detail::kSmallMTeams), grid.shrink);
-    return launch(Kernels<T>().small_m_shrink, dim3(ceil_div(grid.shrink, teams)),
-                  teams * detail::kSmallMThreads, teams * team_bytes, stream, args, grid,
-                  team_bytes);
-  }
   const int smem_bytes =
       max(detail::small_m_shrink_smem_bytes(rows),
           detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged));
@@ -234,10 +222,6 @@ extern "C" int32_t aril_linear(const aril_linear_args* args, void* stream) {
 
 extern "C" int32_t aril_linear_shrink(const aril_linear_args* args, void* stream) {
   return aril::linear(*args, aril::kShrink, stream);
-}
-
-extern "C" int32_t aril_linear_shrink_beside(const aril_linear_args* args, void* stream) {
-  return aril::linear(*args, aril::kShrink | aril::kBeside, stream);
 }
 
 extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream) {

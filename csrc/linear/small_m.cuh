@@ -24,26 +24,6 @@ constexpr int small_m_blocks(bool staged) {
 #endif
 }
 
-// Blocks of shrink that a thread block has side by side, at most, in small_m_shrink_kernel.
-constexpr int kSmallMTeams = 4;
-
-// Shrink beside a GEMM: its thread blocks occupy few multiprocessors, so that the GEMM's find room
-// on the others. Each has `team_bytes` of shared memory for a team.
-template <typename T>
-__global__ void __launch_bounds__(kSmallMTeams* kSmallMThreads, 1)
-    small_m_shrink_kernel(const __grid_constant__ aril_linear_args p,
-                          const __grid_constant__ SmallMGrid grid, int team_bytes) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ SmallMShrinkShared teams[kSmallMTeams];
-  __shared__ uint32_t epoch;
-  const int team = threadIdx.x / kSmallMThreads;
-  small_m_shrink<T, false, true>(p, grid, blockIdx.x * (blockDim.x / kSmallMThreads) + team, epoch,
-                                 teams[team], shared + team * team_bytes);
-  if (!is_first_block()) return;
-  __syncthreads();
-  clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);
-}
-
 template <typename T, bool kStaged, bool kTakesTurns>
 __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
     small_m_kernel(const __grid_constant__ aril_linear_args p,
@@ -51,8 +31,7 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ uint32_t epoch;
   if (static_cast<int>(blockIdx.x) < grid.shrink) {
-    __shared__ SmallMShrinkShared team;
-    small_m_shrink<T, true, kTakesTurns>(p, grid, blockIdx.x, epoch, team, shared);
+    small_m_shrink<T, kTakesTurns>(p, grid, epoch, shared);
     if (!is_first_block()) return;
     __syncthreads();
     return clear_stale_words(p.mailbox, p.mailbox_bytes, epoch);

@@ -78,29 +78,15 @@ __device__ __forceinline__ void multiply_k_tile(float (&sums)[4][4], const unsig
   }
 }
 
-// What a team of kSmallMThreads threads needs of static shared memory.
-struct SmallMShrinkShared {
-  TransactionBarrier barriers[kSmallMWarps];
-  int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
-};
-
-// Shrink block `block` of a grid, by one team; a thread block has one, or several side by side.
-// Sets `epoch` for all threads, unless all of them exit early.
-template <typename T, bool kOneTeam, bool kTakesTurns>
+// A block of shrink. Sets `epoch` for all threads, unless all of them exit early.
+template <typename T, bool kTakesTurns>
 __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const SmallMGrid& grid,
-                                               int block, uint32_t& epoch, SmallMShrinkShared& team,
-                                               unsigned char* shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kSmallMThreads;
-  const auto sync_team = [] {
-    if constexpr (kOneTeam) {
-      __syncthreads();
-    } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / kSmallMThreads), "n"(kSmallMThreads)
-                   : "memory");
-    }
-  };
+                                               uint32_t& epoch, unsigned char* shared) {
+  __shared__ TransactionBarrier barriers[kSmallMWarps];
+  __shared__ int32_t tokens[ARIL_TOKENS_PER_TILE];  // -1: none
+  const int block = blockIdx.x, thread = threadIdx.x;
   unsigned long long before = 0;
-  if (threadIdx.x == 0) before = count_block(p.mailbox);
+  if (thread == 0) before = count_block(p.mailbox);
   const int warp = thread / 32, lane = thread % 32;
   const EarlyModules modules(p.weights, grid.num_slices);
   const int slabs_before = grid.rank_blocks.quotient(block);
@@ -111,7 +97,7 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
   if constexpr (kTakesTurns) {
     // racecheck reports copies that reuse memory unless the block synchronizes between the
     // initialization of their mbarriers and the first copy.
-    if (lane == 0) team.barriers[warp].init();
+    if (lane == 0) barriers[warp].init();
     __syncthreads();
   }
   for (int turn = 0;; tile_index += grid.shrink_tiles) {
@@ -119,50 +105,38 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     const TileRow row_of_thread(p, tile_index);
     const RankTile rank_tile(modules.of_lane(p.weights, tile.slot, p.num_slices),
                              first_rank_tile + warp / ARIL_K_TILES_PER_SLAB);
-    const bool is_none = !kOneTeam && block >= grid.shrink;  // of the last thread block
-    const bool is_idle = is_none || first_rank_tile >= rank_tile.count;
-    const bool is_last = !kTakesTurns || is_none || tile.slot < 0 ||
-                         tile_index + grid.shrink_tiles >= tile.num_tiles;
+    const bool is_idle = first_rank_tile >= rank_tile.count;
+    const bool is_last =
+        !kTakesTurns || tile.slot < 0 || tile_index + grid.shrink_tiles >= tile.num_tiles;
     if (turn > 0) {
       if (is_idle) {
         if (is_last) return;
         continue;
       }
-      // The team has read what it shares, and wrote where A comes to.
+      // The block has read what it shares, and wrote where A comes to.
       fence_async_proxy();
-      sync_team();
+      __syncthreads();
     }
     const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
-    const bool active = !is_none && rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
-    bulk_load(team.barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
+    const bool active = rank_tile.a != nullptr && k_tile * ARIL_K_TILE < p.in_features;
+    bulk_load(barriers[warp], a, rank_tile.a + int64_t{k_tile} * rank_tile.k_tile_bytes,
               active ? kATileBytes : 0, lane, 32, !kTakesTurns);
-    if (turn == 0 && threadIdx.x == 0) {
+    if (turn == 0 && thread == 0) {
       epoch = epoch_of(p.mailbox, before);
       launch_dependents();
     }
-    const bool waits = turn == 0 && is_first_block();
-    if (kOneTeam && is_idle) {
-      if (waits) wait_for_predecessors();
+    if (is_idle) {
+      if (turn == 0 && is_first_block()) wait_for_predecessors();
       if (is_last) return;
-      team.barriers[warp].wait(turn % 2);
+      barriers[warp].wait(turn % 2);
       ++turn;
       continue;
     }
     if (thread < ARIL_TOKENS_PER_TILE) {
-      team.tokens[thread] = row_of_thread.token(tile, p.num_tokens);
+      tokens[thread] = row_of_thread.token(tile, p.num_tokens);
     }
-    if (kOneTeam || turn > 0) {
-      sync_team();
-    } else {
-      __syncthreads();
-    }
-    if (!is_idle || waits) wait_for_predecessors();
-    if (is_idle) {
-      if (is_last) return;
-      team.barriers[warp].wait(turn % 2);
-      ++turn;
-      continue;
-    }
+    __syncthreads();
+    wait_for_predecessors();
 
     unsigned char* const x = shared + kSmallMWarps * kATileBytes;
     {
@@ -174,18 +148,18 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
       for (int i = 0; i < ARIL_TOKENS_PER_TILE / kRowsAtOnce; ++i) {
         const int row = thread / kVecs + i * kRowsAtOnce;
         if (row >= tile.count) break;
-        if (team.tokens[row] >= 0) {
-          copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + team.tokens[row] * p.x_stride,
+        if (tokens[row] >= 0) {
+          copy_vec_async(x + row * kSlabRowBytes + vec * 16, input + tokens[row] * p.x_stride,
                          slab * kSlabFeatures + vec * Vec<T>::kSize, p.in_features, aligned);
         }
       }
       commit_copies();
       wait_for_copies<0>();
     }
-    sync_team();
+    __syncthreads();
     float sums[4][4] = {};
     // A phase without bytes has completed, but synccheck wants every phase to be waited for.
-    if (kTakesTurns || active) team.barriers[warp].wait(turn % 2);
+    if (kTakesTurns || active) barriers[warp].wait(turn % 2);
     if (active) {
       // Rows of x without a token are uninitialised. Their sums are dropped.
       const int row = min(lane % 16, min(p.num_tokens, ARIL_TOKENS_PER_TILE) - 1);
@@ -199,12 +173,12 @@ __device__ __forceinline__ void small_m_shrink(const aril_linear_args& p, const 
     float2* const k_tile_sums = reinterpret_cast<float2*>(a);
     k_tile_sums[lane] = make_float2(sums[0][0], sums[0][1]);
     k_tile_sums[32 + lane] = make_float2(sums[0][2], sums[0][3]);
-    sync_team();
+    __syncthreads();
     // One thread for each token and rank.
     constexpr int kSums = ARIL_TOKENS_PER_TILE * ARIL_RANK_TILE;
     static_assert(kSmallMRankTiles * kSums == kSmallMThreads &&
                   kSums * sizeof(float) <= kATileBytes);
-    const int i = thread % kSums, token = team.tokens[i / ARIL_RANK_TILE];
+    const int i = thread % kSums, token = tokens[i / ARIL_RANK_TILE];
     if (rank_tile.a != nullptr && token >= 0) {
       float sum = 0.0f;
 #pragma unroll

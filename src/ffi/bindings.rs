@@ -392,12 +392,6 @@ unsafe extern "C" {
     ) -> i32;
 }
 unsafe extern "C" {
-    pub fn aril_linear_shrink_beside(
-        args: *const aril_linear_args,
-        stream: *mut ::core::ffi::c_void,
-    ) -> i32;
-}
-unsafe extern "C" {
     pub fn aril_linear_expand(
         args: *const aril_linear_args,
         stream: *mut ::core::ffi::c_void,

@@ -23,9 +23,8 @@ impl LinearPlan {
     /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
     ///
     /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. Shrink
-    /// on a second stream adds least in few of them, by at most 1.4 % of the layer on the H200 and 2.1 % on the H100, so it is not chosen;
-    /// nor is an expand within the operation behind the layer, which depends on that operation. An engine whose GEMM cannot accumulate
+    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. An
+    /// expand within the operation behind the layer is not chosen, because it depends on that operation. An engine whose GEMM cannot accumulate
     /// takes [`Mode::After`] for [`Mode::First`].
     pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());

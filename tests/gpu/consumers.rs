@@ -106,7 +106,6 @@ impl Subject<Consumed> for Raw<'_> {
         let weights = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
         let workspace = raw::Workspace { mailbox, partials };
         let step = raw::Step::new(weights, batch, workspace, stream);
-        let step = if case.seed % 4 < 2 { step.beside(workspace, stream) } else { step };
         let launch = || {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             unsafe { linear.shrink(&step, x_matrix) }.unwrap();

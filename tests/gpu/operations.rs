@@ -239,9 +239,8 @@ impl Raw<'_> {
                         // SAFETY: as above.
                         Form::Overwrites => unsafe { linear.write_delta(&step, x_matrix, y_matrix) },
                         Form::Apart => {
-                            let beside = step.beside(raw::Workspace { mailbox, partials }, stream);
                             // SAFETY: as above.
-                            unsafe { linear.shrink(&beside, x_matrix) }.unwrap();
+                            unsafe { linear.shrink(&step, x_matrix) }.unwrap();
                             // SAFETY: as above.
                             unsafe { linear.expand(&step, y_matrix) }
                         }

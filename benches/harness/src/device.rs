@@ -240,13 +240,6 @@ impl Event {
         Ok(unsafe { result::event::record(self.0, stream.cu_stream()) }?)
     }
 
-    /// Makes a stream wait for the recorded work.
-    pub fn hold(&self, stream: &CudaStream) -> Result<()> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both are alive.
-        Ok(unsafe { result::stream::wait_event(stream.cu_stream(), self.0, flags) }?)
-    }
-
     /// Blocks this thread until the recorded work has run.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: it is alive.

@@ -362,7 +362,7 @@ impl Record {
                 ("rank 64, over the GEMM base", Kind::OursFirst, points(&few, RANKS[1], |best| best.over_gemm)),
                 (
                     "one each, over the GEMM base",
-                    Kind::OursSide,
+                    Kind::OursEach,
                     points(&|batch| batch, RANKS[0], |best| best.over_gemm),
                 ),
             ];

@@ -272,26 +272,9 @@ impl<'a> Layer<'a> {
 
     /// Enqueues shrink of a linear layer.
     pub fn shrink(&self, set: usize) -> Result<()> {
-        self.shrink_in(self.step(set, self.batch, self.stage.gpu.raw_stream()))
-    }
-
-    /// The same beside other kernels, on a stream that the caller orders.
-    pub fn shrink_beside(&self, set: usize, stream: raw::Stream) -> Result<()> {
-        let step = self.step(set, self.batch, self.stage.gpu.raw_stream());
-        self.shrink_in(step.beside(self.workspace.raw(), stream))
-    }
-
-    fn shrink_in(&self, step: raw::Step) -> Result<()> {
-        let x = self.x(self.workload.num_tokens());
-        // SAFETY: as above, but for the stream, which the caller orders before `expand`.
-        Ok(unsafe { self.linear()?.shrink(&step, x) }?)
-    }
-
-    /// Enqueues expand of a linear layer.
-    pub fn expand(&self, set: usize) -> Result<()> {
-        let (y, step) = (self.y(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
+        let (x, step) = (self.x(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
-        Ok(unsafe { self.linear()?.expand(&step, y) }?)
+        Ok(unsafe { self.linear()?.shrink(&step, x) }?)
     }
 
     /// Enqueues the operation behind the layer with its expand, or alone on a batch of base tokens.

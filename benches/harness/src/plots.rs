@@ -115,8 +115,8 @@ impl Line {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kind {
     Ours,
-    /// Shrink beside the GEMM.
-    OursSide,
+    /// An adapter for each sequence.
+    OursEach,
     /// LoRA before the GEMM.
     OursFirst,
     /// The fused linear in place of the GEMM.
@@ -134,7 +134,7 @@ impl Kind {
     fn color(self) -> RGBColor {
         match self {
             Self::Ours => RGBColor(0, 90, 181),
-            Self::OursSide => RGBColor(86, 160, 211),
+            Self::OursEach => RGBColor(86, 160, 211),
             Self::OursFirst => RGBColor(120, 94, 190),
             Self::OursFused => RGBColor(0, 130, 95),
             Self::Other => RGBColor(213, 94, 0),
@@ -195,7 +195,6 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
         let mode = |name: &str| percent(&|_, added| added.added_us.get(name).copied());
         let lines = [
             ("aril, behind the GEMM", Kind::Ours, mode("after")?),
-            ("aril, shrink beside the GEMM", Kind::OursSide, mode("side")?),
             ("aril, before the GEMM", Kind::OursFirst, mode("first")?),
             ("aril, fused linear", Kind::OursFused, mode("fused")?),
             (

@@ -100,9 +100,8 @@ impl LoraLinear {
     /// As for `add_delta`. Nothing else uses the workspace until [`expand`](Self::expand) has run.
     pub unsafe fn shrink(&self, step: &Step, x: MatrixRef) -> Result<(), LaunchError> {
         let args = self.args(step, Some(x), None)?;
-        let shrink = if step.is_beside { ffi::aril_linear_shrink_beside } else { ffi::aril_linear_shrink };
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(shrink, &args, step.stream) }
+        unsafe { self.launch(ffi::aril_linear_shrink, &args, step.stream) }
     }
 
     /// Enqueues the second half of [`add_delta`](Self::add_delta): `y[t] += scaling · B v`, with `v` from [`shrink`](Self::shrink)

@@ -41,20 +41,12 @@ pub struct Step {
     pub(in crate::cuda) batch: RoutedBatch,
     pub(in crate::cuda) workspace: Workspace,
     pub(in crate::cuda) stream: Stream,
-    pub(super) is_beside: bool,
 }
 
 impl Step {
     /// A step of `batch` with the adapters of `table`, enqueued on `stream`.
     pub const fn new(table: Table, batch: RoutedBatch, workspace: Workspace, stream: Stream) -> Self {
-        Self { table, batch, workspace, stream, is_beside: false }
-    }
-
-    /// The same step with another workspace on another stream, for operations that run concurrently. Its shrinks occupy few
-    /// multiprocessors, and leave the others to the concurrent kernels.
-    #[must_use]
-    pub const fn beside(self, workspace: Workspace, stream: Stream) -> Self {
-        Self { workspace, stream, is_beside: true, ..self }
+        Self { table, batch, workspace, stream }
     }
 
     /// Rejects a replay of this captured step for a step with another table, routing or workspace, or with more tokens.

@@ -1,19 +1,13 @@
 //! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph with base weights
 //! and adapters that no cache holds.
 
-use std::sync::Arc;
-
-use aril::{
-    cuda::raw::{FusedLinear, Stream},
-    plan::MAX_FORWARD_TOKENS,
-};
-use cudarc::driver::CudaStream;
+use aril::{cuda::raw::FusedLinear, plan::MAX_FORWARD_TOKENS};
 use half::bf16;
 
 use aril_bench::{
     Result,
     data::checked_tokens,
-    device::{Event, Gpu, Graph},
+    device::Graph,
     gemm::Gemm,
     layer::{self, Layer, MAX_ERROR, Room, Stage, elem_bytes, repetitions},
     report::median,
@@ -26,13 +20,13 @@ use crate::REPLAYS;
 /// An arrangement of GEMM and LoRA: enqueues both for the `i`th time.
 pub(crate) type Mode = fn(&Adapted<'_>, usize) -> Result<()>;
 
-const MODES: [(&str, Mode); 3] = [("after", after), ("side", side), ("first", first)];
+const MODES: [(&str, Mode); 2] = [("after", after), ("first", first)];
 
 /// The mode of batches that the fused linear supports.
 const FUSED: (&str, Mode) = ("fused", fused);
 
-/// The modes of layers whose expand is part of an operation behind them. They are compared with `plain`.
-const WITHIN: [(&str, Mode); 2] = [("within", within), ("within_first", within_first)];
+/// The mode of layers whose expand is part of an operation behind them. It is compared with `plain`.
+const WITHIN: (&str, Mode) = ("within", within);
 
 /// LoRA after the GEMM.
 pub(crate) fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
@@ -40,20 +34,8 @@ pub(crate) fn after(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.add_delta(i)
 }
 
-/// Shrink beside the GEMM on a second stream, and expand after both.
-fn side(adapted: &Adapted<'_>, i: usize) -> Result<()> {
-    shrink_beside(adapted, i)?;
-    adapted.layer.expand(i)
-}
-
-/// Shrink beside the GEMM, and expand within the operation behind the layer.
-fn within(adapted: &Adapted<'_>, i: usize) -> Result<()> {
-    shrink_beside(adapted, i)?;
-    adapted.layer.consume(i, false)
-}
-
 /// Shrink before the GEMM, and expand within the operation behind the layer.
-fn within_first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+fn within(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     adapted.layer.shrink(i)?;
     alone(adapted, i)?;
     adapted.layer.consume(i, false)
@@ -63,17 +45,6 @@ fn within_first(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 fn plain(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     alone(adapted, i)?;
     adapted.layer.consume(i, true)
-}
-
-fn shrink_beside(adapted: &Adapted<'_>, i: usize) -> Result<()> {
-    let Base { side, forked, joined, .. } = adapted.base;
-    let stream = &adapted.stage.gpu.stream;
-    forked.record(stream)?;
-    forked.hold(side)?;
-    adapted.layer.shrink_beside(i, Stream::from(&**side))?;
-    alone(adapted, i)?;
-    joined.record(side)?;
-    joined.hold(stream)
 }
 
 /// LoRA before the GEMM, which accumulates.
@@ -94,10 +65,10 @@ pub(crate) fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
 }
 
 fn multiply(adapted: &Adapted<'_>, i: usize, beta: f32) -> Result<()> {
-    let Adapted { base, stage, workload, .. } = adapted;
+    let Adapted { gemm, stage, workload, .. } = adapted;
     let weight = base_address(stage, workload, i);
     let shape = [workload.num_tokens(), workload.in_features, workload.out_features()];
-    base.gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
+    gemm.run(stage.inputs.address, weight, stage.y.address, shape, beta)
 }
 
 /// The number of checked outputs of the GEMM.
@@ -105,73 +76,58 @@ const CHECKED_OUTPUTS: usize = 64;
 /// The largest relative difference between arrangements: two roundings to bf16.
 const MAX_DIFFERENCE: f64 = 1e-2;
 
-/// The GEMM, and the second stream with its events.
-pub(crate) struct Base {
-    gemm: Gemm,
-    side: Arc<CudaStream>,
-    forked: Event,
-    joined: Event,
-}
-
-impl Base {
-    pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
-        Ok(Self { gemm: Gemm::new(gpu)?, side: gpu.new_stream()?, forked: Event::new()?, joined: Event::new()? })
+/// Checks the arrangements of a layer and times the correct ones, unless `no_time`.
+pub(crate) fn measure(
+    gemm: &Gemm,
+    stage: &Stage,
+    workload: &Workload,
+    no_time: bool,
+    results: &mut Results,
+) -> Result<()> {
+    let mut adapted = Adapted { gemm, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+    if workload.num_tokens() <= MAX_FORWARD_TOKENS
+        && let Err(error) = adapted.fuse()
+    {
+        results.fail(&workload.id, "error", format!("fused: {error}"));
     }
-
-    /// Checks the arrangements of a layer and times the correct ones, unless `no_time`.
-    pub(crate) fn measure(
-        &self,
-        stage: &Stage,
-        workload: &Workload,
-        no_time: bool,
-        results: &mut Results,
-    ) -> Result<()> {
-        let mut adapted =
-            Adapted { base: self, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
-        if workload.num_tokens() <= MAX_FORWARD_TOKENS
-            && let Err(error) = adapted.fuse()
-        {
-            results.fail(&workload.id, "error", format!("fused: {error}"));
-        }
-        let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
-        if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
-            results.fail(&workload.id, "wrong", format!("relative errors {err:.3e}, of the GEMM {gemm_err:.3e}"));
-            return Ok(());
-        }
-        let count = adapted.repetitions();
-        // Each mode with its graph and that of what it is compared with.
-        let mut graphs = vec![adapted.capture(count, alone)?];
-        let mut modes = Vec::new();
-        let within = if adapted.layer.is_consumed() { &WITHIN[..] } else { &[] };
-        if !within.is_empty() {
-            graphs.push(adapted.capture(count, plain)?);
-        }
-        let after_gemm = MODES.iter().chain((!adapted.fused.is_empty()).then_some(&FUSED)).map(|mode| (mode, 0));
-        for (&(name, mode), base) in after_gemm.chain(within.iter().map(|mode| (mode, 1))) {
-            let checked = if base == 0 { adapted.check(mode) } else { adapted.check_within(mode) };
-            match checked.and_then(|()| adapted.capture(count, mode)) {
-                Ok(graph) => {
-                    modes.push((name.to_owned(), graphs.len(), base));
-                    graphs.push(graph);
-                }
-                Err(error) => results.fail(&workload.id, "error", format!("{name}: {error}")),
+    let (err, gemm_err) = (adapted.layer.check()?, adapted.check_gemm()?);
+    if !(err < MAX_ERROR && gemm_err < MAX_DIFFERENCE) {
+        results.fail(&workload.id, "wrong", format!("relative errors {err:.3e}, of the GEMM {gemm_err:.3e}"));
+        return Ok(());
+    }
+    let count = adapted.repetitions();
+    // Each mode with its graph and that of what it is compared with.
+    let mut graphs = vec![adapted.capture(count, alone)?];
+    let mut modes = Vec::new();
+    let within = adapted.layer.is_consumed().then_some(&WITHIN);
+    if within.is_some() {
+        graphs.push(adapted.capture(count, plain)?);
+    }
+    let after_gemm = MODES.iter().chain((!adapted.fused.is_empty()).then_some(&FUSED)).map(|mode| (mode, 0));
+    for (&(name, mode), base) in after_gemm.chain(within.map(|mode| (mode, 1))) {
+        let checked = if base == 0 { adapted.check(mode) } else { adapted.check_within(mode) };
+        match checked.and_then(|()| adapted.capture(count, mode)) {
+            Ok(graph) => {
+                modes.push((name.to_owned(), graphs.len(), base));
+                graphs.push(graph);
             }
+            Err(error) => results.fail(&workload.id, "error", format!("{name}: {error}")),
         }
-        if no_time {
-            return Ok(());
-        }
-        let times = stage.gpu.time_in_turn(&graphs, REPLAYS)?;
-        let us: Vec<f64> = times.into_iter().map(|mut us| median(&mut us) / count as f64).collect();
-        let gemm_us = us[0];
-        let added_us = modes.into_iter().map(|(name, graph, base)| (name, us[graph] - us[base])).collect();
-        results.layer.push(Added { id: workload.id.clone(), gemm_us, added_us });
-        Ok(())
     }
+    if no_time {
+        return Ok(());
+    }
+    let times = stage.gpu.time_in_turn(&graphs, REPLAYS)?;
+    let us: Vec<f64> = times.into_iter().map(|mut us| median(&mut us) / count as f64).collect();
+    let gemm_us = us[0];
+    let added_us = modes.into_iter().map(|(name, graph, base)| (name, us[graph] - us[base])).collect();
+    results.layer.push(Added { id: workload.id.clone(), gemm_us, added_us });
+    Ok(())
 }
 
 /// Adapters and base weights of one layer, in sets that take turns.
 pub(crate) struct Adapted<'a> {
-    base: &'a Base,
+    gemm: &'a Gemm,
     stage: &'a Stage,
     workload: &'a Workload,
     layer: Layer<'a>,
@@ -181,8 +137,8 @@ pub(crate) struct Adapted<'a> {
 
 impl<'a> Adapted<'a> {
     /// With the fused linear.
-    pub(crate) fn fused(base: &'a Base, stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
-        let mut adapted = Self { base, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+    pub(crate) fn fused(gemm: &'a Gemm, stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
+        let mut adapted = Self { gemm, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
         adapted.fuse()?;
         Ok(adapted)
     }

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use aril::plan::MAX_FORWARD_TOKENS;
 use aril_bench::{
     Result,
+    gemm::Gemm,
     layer::Stage,
     report::median,
     results::{Chain, Results},
@@ -14,7 +15,7 @@ use aril_bench::{
 
 use crate::{
     REPLAYS,
-    added::{self, Adapted, Base, Mode, after, alone, fused},
+    added::{self, Adapted, Mode, after, alone, fused},
 };
 
 /// The layers of a decoder layer, in order.
@@ -25,7 +26,7 @@ const DECODER_LAYERS: usize = 16;
 const MODES: [(&str, Mode); 3] = [("alone", alone), ("after", after), ("fused", fused)];
 
 /// Times the chains of all workloads whose four layers are there, up to the tokens of the fused linear.
-pub(crate) fn measure(base: &Base, stage: &Stage, workloads: &[&Workload], results: &mut Results) -> Result<()> {
+pub(crate) fn measure(gemm: &Gemm, stage: &Stage, workloads: &[&Workload], results: &mut Results) -> Result<()> {
     let is_short =
         |workload: &&&Workload| workload.suite == Suite::Layer && workload.num_tokens() <= MAX_FORWARD_TOKENS;
     let workloads: Vec<&Workload> = workloads.iter().filter(is_short).copied().collect();
@@ -41,7 +42,7 @@ pub(crate) fn measure(base: &Base, stage: &Stage, workloads: &[&Workload], resul
             if layers.len() < LAYERS.len() {
                 continue;
             }
-            let adapted = layers.iter().zip(&stages).map(|(workload, stage)| Adapted::fused(base, stage, workload));
+            let adapted = layers.iter().zip(&stages).map(|(workload, stage)| Adapted::fused(gemm, stage, workload));
             let adapted = adapted.collect::<Result<Vec<_>>>()?;
             let graphs = MODES.iter().map(|(_, mode)| {
                 let decoder_layer = |i| adapted.iter().try_for_each(|layer| mode(layer, i));

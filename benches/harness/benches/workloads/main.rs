@@ -30,6 +30,7 @@ use std::{
 use aril::cuda::LaunchError;
 use aril_bench::{
     Result, ceilings,
+    gemm::Gemm,
     layer::{Layer, MAX_ERROR, Room, Stage},
     record,
     results::{Entry, Info, Others, PEER, Results},
@@ -38,7 +39,6 @@ use aril_bench::{
 };
 use clap::Parser;
 
-use added::Base;
 use experts::Wanted;
 
 const REPLAYS: usize = 20;
@@ -100,7 +100,7 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
     let subjects: Vec<Subject<'_>> = chosen.subjects().collect();
     let stage = Stage::new(subjects.iter().map(|&subject| room(subject)))?;
     let is_with_base = subjects.iter().any(|subject| subject.suite() == Suite::Layer);
-    let base = is_with_base.then(|| Base::new(&stage.gpu)).transpose()?;
+    let gemm = is_with_base.then(|| Gemm::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
     results.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
@@ -118,9 +118,9 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
             results.meta.not_reached = ids(&subjects[index..]);
             break;
         }
-        let measured = match (subject, &base) {
-            (Subject::Layer(workload), Some(base)) if workload.suite == Suite::Layer => {
-                base.measure(&stage, workload, cli.no_time, &mut results)
+        let measured = match (subject, &gemm) {
+            (Subject::Layer(workload), Some(gemm)) if workload.suite == Suite::Layer => {
+                added::measure(gemm, &stage, workload, cli.no_time, &mut results)
             }
             (Subject::Layer(workload), _) if workload.suite == Suite::Host => {
                 host::measure(&stage, workload, &mut results)
@@ -148,12 +148,12 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
             saved = Instant::now();
         }
     }
-    if let Some(base) = base.filter(|_| !cli.no_time && start.elapsed() < budget) {
+    if let Some(gemm) = gemm.filter(|_| !cli.no_time && start.elapsed() < budget) {
         let layers = subjects.iter().filter_map(|subject| match subject {
             Subject::Layer(workload) => Some(*workload),
             Subject::Experts(_) => None,
         });
-        if let Err(error) = chain::measure(&base, &stage, &layers.collect::<Vec<_>>(), &mut results) {
+        if let Err(error) = chain::measure(&gemm, &stage, &layers.collect::<Vec<_>>(), &mut results) {
             results.fail("chain", "error", error.to_string());
         }
     }

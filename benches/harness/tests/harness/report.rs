@@ -101,11 +101,11 @@ fn layers_have_a_table_with_what_lora_adds() {
     let added_us = |modes: &[(&str, f64)]| modes.iter().map(|&(mode, us)| (mode.to_owned(), us)).collect();
     let layers = [
         (decode, &Added { id: String::new(), gemm_us: 20.0, added_us: added_us(&[("after", 5.0)]) }),
-        (prefill, &Added { id: String::new(), gemm_us: 400.0, added_us: added_us(&[("side", -1.0)]) }),
+        (prefill, &Added { id: String::new(), gemm_us: 400.0, added_us: added_us(&[("fused", -1.0)]) }),
     ];
     let text = added(&layers, &Others::default()).markdown();
     let rows: Vec<&str> = text.lines().collect();
-    assert_eq!(rows[0], "| layer | T | rank | GEMM, µs | after, µs | after, % | side, µs | side, % |");
+    assert_eq!(rows[0], "| layer | T | rank | GEMM, µs | after, µs | after, % | fused, µs | fused, % |");
     assert_eq!(rows[2], "| qwen3-8b o | 8 | 16 | 20.0 | +5.0 | +25.0 |  |  |");
     assert_eq!(rows[3], "| qwen3-8b down | 8192 | 64 | 400.0 |  |  | -1.0 | -0.2 |");
 
