@@ -29,12 +29,14 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
     });
     let (loading, dir) = (Arc::clone(&server), fixture("adapters/r8-all"));
     let loading = tokio::spawn(async move { loading.load("slow", dir, opener, OnDuplicate::Refuse).await });
+    let end = Instant::now() + Duration::from_secs(30);
     let refused = loop {
         let refused = server.resolve("slow", None).expect_err("it is not there");
         if !refused.message().contains("does not exist") {
             break refused;
         }
-        tokio::task::yield_now().await;
+        assert!(Instant::now() < end, "the name is never one that is being loaded");
+        tokio::time::sleep(Duration::from_millis(1)).await;
     };
     assert_eq!(refused.into_response().status(), 503);
     assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.id.is_none()));
