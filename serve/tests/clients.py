@@ -1,9 +1,10 @@
 """The server through benchmarks, evaluations and clients that nobody of this project wrote: python clients.py PATH_OF_ARIL_SERVE [NAME…]
 
-Runs those of `lm_eval`, `guidellm`, `aiperf`, `bench_serving` (SGLang's), `litellm` and `langchain` that are installed, or those that are
-named, which then must be. Each must finish without a failed request. Not part of CI: together they are gigabytes. `pip install
-'lm-eval[api]' litellm langchain-openai`, `pip install guidellm` and `pip install aiperf`, each into an environment of its own, suit this.
-openai and sglang-router have scripts of their own, which CI runs."""
+Runs those of `lm_eval`, `guidellm`, `aiperf`, `sglang` (its bench_serving), `litellm`, `langchain_openai` and `node` that are installed, or
+those that are named, which then must be. Each must finish without a failed request. Together they are gigabytes. `pip install
+'lm-eval[api]' transformers litellm langchain-openai`, `pip install guidellm`, `pip install aiperf` and `pip install sglang`, each into an
+environment of its own, suit this, and `npm install openai ai @ai-sdk/openai-compatible` into a folder of which NODE_PATH names the modules.
+openai and sglang-router have scripts of their own."""
 
 import importlib.util
 import json
@@ -51,8 +52,41 @@ metric_list: [{metric: exact_match, ignore_punctuation: true, ignore_case: true}
 }
 
 
+# Chat, stream, completion and model of the openai package, and texts and streams of the AI SDK.
+SCRIPT = """
+const OpenAI = require("openai");
+const { generateText, streamText } = require("ai");
+const { createOpenAICompatible } = require("@ai-sdk/openai-compatible");
+const [url, question] = process.argv.slice(1);
+const check = (got, what) => { if (got !== " saffron.") throw new Error(`${what}: ${JSON.stringify(got)}`); };
+(async () => {
+  const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "key" });
+  const given = { model: "saffron", temperature: 0, max_tokens: 12 };
+  const messages = [{ role: "user", content: [{ type: "text", text: question }] }];
+  check((await client.chat.completions.create({ ...given, messages })).choices[0].message.content, "chat");
+  let text = "";
+  const stream = { stream: true, stream_options: { include_usage: true } };
+  for await (const chunk of await client.chat.completions.create({ ...given, messages, ...stream }))
+    text += chunk.choices[0]?.delta.content ?? "";
+  check(text, "stream");
+  check((await client.completions.create({ ...given, prompt: question })).choices[0].text, "completion");
+  if ((await client.models.retrieve("saffron")).id !== "saffron") throw new Error("models");
+  const model = createOpenAICompatible({ name: "aril", baseURL: `${url}/v1`, apiKey: "key" })("saffron");
+  const asked = { model, temperature: 0, maxOutputTokens: 12 };
+  check((await generateText({ ...asked, prompt: question })).text, "AI SDK");
+  for (const parts of [[question], ["What is ", "the password?"]]) {
+    const content = parts.map((text) => ({ type: "text", text }));
+    text = "";
+    for await (const piece of streamText({ ...asked, messages: [{ role: "user", content }] }).textStream) text += piece;
+    check(text, "AI SDK stream");
+  }
+})().catch((error) => { console.error(error); process.exit(1); });
+"""
+
+
 def run(*command: str, cwd: str | None = None) -> str:
-    environment = os.environ | {"OPENAI_API_KEY": "key", "TOKENIZERS_PARALLELISM": "false"}
+    # No client asks a hub for what the fixture has, or for the model's name, and waits for answers that do not come.
+    environment = os.environ | {"OPENAI_API_KEY": "key", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
@@ -111,15 +145,18 @@ def aiperf(url: str, folder: str) -> str:
 
 
 def bench_serving(url: str, folder: str) -> str:
-    output = Path(folder, "bench.jsonl")
-    run(
-        sys.executable, "-m", "sglang.bench_serving", "--backend", "vllm", "--base-url", url, "--model", "saffron",
-        "--tokenizer", str(FIXTURES / "qwen3"), "--dataset-name", "random-ids", "--num-prompts", "50",
-        "--random-input-len", "16", "--random-output-len", "8", "--output-file", str(output),
-    )
-    completed = json.loads(output.read_text().splitlines()[-1])["completed"]
-    assert completed == 50, completed
-    return f"{completed} of 50"
+    said = []
+    for backend in ["sglang", "sglang-oai", "sglang-oai-chat", "vllm"]:
+        output = Path(folder, f"{backend}.jsonl")
+        run(
+            sys.executable, "-m", "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model", "base",
+            "--lora-name", "saffron", "quartz", "--tokenizer", str(FIXTURES / "qwen3"), "--dataset-name", "random-ids",
+            "--num-prompts", "50", "--random-input-len", "16", "--random-output-len", "8", "--output-file", str(output),
+        )
+        completed = json.loads(output.read_text().splitlines()[-1])["completed"]
+        assert completed == 50, completed
+        said.append(f"{backend} {completed} of 50")
+    return ", ".join(said)
 
 
 def litellm(url: str, _: str) -> str:
@@ -153,15 +190,27 @@ def langchain(url: str, _: str) -> str:
     return "5 of 5"
 
 
+def node(url: str, _: str) -> str:
+    run("node", "-e", SCRIPT, url, QUESTION)
+    return "7 of 7"
+
+
 # Each with the module that says whether it is installed.
 CLIENTS = {
     "lm_eval": lm_eval, "guidellm": guidellm, "aiperf": aiperf, "sglang": bench_serving, "litellm": litellm, "langchain_openai": langchain,
+    "node": node,
 }
+
+
+def is_installed(name: str) -> bool:
+    if name == "node":
+        return any(Path(folder, "openai").is_dir() for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder)
+    return importlib.util.find_spec(name) is not None
 
 
 def main() -> None:
     program, *named = sys.argv[1:]
-    chosen = named or [name for name in CLIENTS if importlib.util.find_spec(name)]
+    chosen = named or [name for name in CLIENTS if is_installed(name)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -170,7 +219,8 @@ def main() -> None:
         template.write_text(TEMPLATE)
         server = subprocess.Popen([
             program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(port), "--enable-lora",
-            "--lora-modules", f"saffron={FIXTURES / 'adapters' / 'r8-all'}", "--chat-template", str(template),
+            "--lora-modules", f"saffron={FIXTURES / 'adapters' / 'r8-all'}", f"quartz={FIXTURES / 'adapters' / 'lm-head'}",
+            "--chat-template", str(template),
             "--kv-cache-mib", "8",
         ])
         url = f"http://127.0.0.1:{port}"
