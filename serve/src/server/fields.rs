@@ -13,6 +13,8 @@ pub(super) enum On {
     Chat,
     /// Those of `/tokenize` and `/detokenize`, which have what both of the others have, too.
     Tokens,
+    /// Those of `/generate`.
+    Generate,
 }
 
 /// What becomes of a field.
@@ -27,7 +29,7 @@ enum Effect {
 }
 
 use Effect::{Ignored, Only, Works};
-use On::{Both, Chat, Completions, Tokens};
+use On::{Both, Chat, Completions, Generate, Tokens};
 
 /// The name of a field, whose it is, which requests have it, and what becomes of it.
 type Field = (&'static str, &'static str, On, Effect);
@@ -114,6 +116,19 @@ const FIELDS: &[Field] = &[
     ("return_routed_experts", "SGLang", Both, Only(&["false"])),
     ("return_cached_tokens_details", "SGLang", Both, Only(&["false"])),
     ("return_meta_info", "SGLang", Both, Only(&["false"])),
+    ("text", "SGLang", Generate, Works("a text or a list of texts")),
+    ("input_ids", "SGLang", Generate, Works("a list of token ids, or a list of such lists")),
+    ("sampling_params", "SGLang", Generate, Works("an object")),
+    ("return_logprob", "SGLang", Generate, Works("true or false")),
+    ("return_text_in_logprobs", "SGLang", Generate, Works("true or false")),
+    ("logprob_start_len", "SGLang", Generate, Only(&["-1"])),
+    ("top_logprobs_num", "SGLang", Generate, Only(&["0"])),
+    ("token_ids_logprob", "SGLang", Generate, Only(&["[]"])),
+    ("return_entropy", "SGLang", Generate, Only(&["false"])),
+    ("image_data", "SGLang", Generate, Only(&["[]"])),
+    ("routing_key", "SGLang", Generate, Ignored),
+    ("conversation_id", "SGLang", Generate, Ignored),
+    ("log_metrics", "SGLang", Generate, Only(&["true"])),
 ];
 
 /// The fields of a request that have not been taken.
@@ -179,7 +194,7 @@ mod tests {
 
     use serde_json::{Map, Value, json};
 
-    use super::{Both, Chat, Completions, FIELDS, Fields, Ignored, Only, Tokens, Works, find};
+    use super::{Both, Chat, Completions, FIELDS, Fields, Generate, Ignored, Only, Tokens, Works, find};
 
     fn end(on: super::On, name: &str, value: Value) -> Result<(), String> {
         let fields = Fields::new(on, Map::from_iter([(name.to_owned(), value)]));
@@ -189,7 +204,7 @@ mod tests {
     #[test]
     fn every_field_is_taken_with_what_changes_nothing_and_no_other_value() {
         for (name, ..) in FIELDS {
-            for on in [Completions, Chat] {
+            for on in [Completions, Chat, Generate] {
                 assert!(end(on, name, Value::Null).is_ok());
                 let neutral: &[&str] = match find(on, name) {
                     Some((.., Only(neutral))) => neutral,
@@ -232,6 +247,7 @@ mod tests {
                 Completions => "completions",
                 Chat => "chat",
                 Tokens => "tokenize",
+                Generate => "generate",
             };
             let effect = match effect {
                 Works(what) => format!("works: {what}"),

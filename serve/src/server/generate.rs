@@ -107,6 +107,8 @@ struct Piece {
     token: u32,
     logprobs: Option<Logprobs>,
     finish: Option<&'static str>,
+    /// The stop string or the token that ended the text.
+    matched: Value,
     /// With the first token: the log-probabilities of the prompt's tokens but the first, and how many tokens are at least as probable.
     prompt: Vec<(Logprobs, usize)>,
 }
@@ -138,8 +140,13 @@ impl Choice {
             Some(Finish::Length) => Some("length"),
             None => None,
         };
+        let matched = match self.text.stopped_by() {
+            Some(stop) => stop.into(),
+            None if finish == Some("stop") => token.into(),
+            None => Value::Null,
+        };
         self.times.note(server, finish);
-        Ok(Piece { text, token, logprobs, finish, prompt: std::mem::take(&mut self.prompt) })
+        Ok(Piece { text, token, logprobs, finish, matched, prompt: std::mem::take(&mut self.prompt) })
     }
 }
 
@@ -238,7 +245,7 @@ impl Server {
         Ok(wanted)
     }
 
-    async fn answer(self: &Arc<Self>, job: Job) -> ApiResult<Response> {
+    pub(super) async fn answer(self: &Arc<Self>, job: Job) -> ApiResult<Response> {
         let choices = self.submit(&job).await?;
         let answer = Answer::new(Arc::clone(self), job);
         if answer.job.stream {
@@ -261,11 +268,24 @@ struct Answer {
 
 /// What a token, or the prompt before the first one, adds to a choice.
 #[derive(Debug, Default)]
-struct Addition {
-    text: String,
-    tokens: Vec<u32>,
-    logprobs: TokenLogprobs,
-    finish: Option<&'static str>,
+pub(super) struct Addition {
+    pub(super) text: String,
+    pub(super) tokens: Vec<u32>,
+    pub(super) logprobs: TokenLogprobs,
+    pub(super) finish: Option<&'static str>,
+    /// The stop string or the token that ended the text.
+    pub(super) matched: Value,
+}
+
+impl Addition {
+    /// Adds what comes next.
+    fn extend(&mut self, next: Self) {
+        let Self { text, tokens, logprobs, finish, matched } = next;
+        self.text.push_str(&text);
+        self.tokens.extend(tokens);
+        self.logprobs.extend(logprobs);
+        (self.finish, self.matched) = (finish, matched);
+    }
 }
 
 impl Answer {
@@ -288,9 +308,9 @@ impl Answer {
     /// What the next token of a choice adds, which has text of so many characters before it; `is_first`: with what the prompt adds.
     fn add(&mut self, choice: usize, piece: &Piece, offset: usize, is_first: bool) -> ApiResult<Addition> {
         let mut added = if is_first && self.job.echo { self.echo(choice, &piece.prompt)? } else { Addition::default() };
-        added.finish = piece.finish;
+        (added.finish, added.matched) = (piece.finish, piece.matched.clone());
         if self.is_prompt_alone() {
-            added.finish = Some("length");
+            (added.finish, added.matched) = (Some("length"), Value::Null);
             return Ok(added);
         }
         self.completion_tokens += 1;
@@ -365,7 +385,7 @@ impl Answer {
         for mut choice in choices {
             let mut all = Addition::default();
             let mut offset = 0;
-            let finish = loop {
+            while all.finish.is_none() {
                 let piece = choice.next(&Arc::clone(&self.server)).await?;
                 let is_first = all.tokens.is_empty();
                 if is_first {
@@ -373,20 +393,20 @@ impl Answer {
                 }
                 let added = self.add(choice.index, &piece, offset, is_first)?;
                 offset += added.text.chars().count();
-                all.text.push_str(&added.text);
-                all.tokens.extend(added.tokens);
-                all.logprobs.extend(added.logprobs);
-                if let Some(finish) = added.finish {
-                    break finish;
-                }
-            };
+                all.extend(added);
+            }
+            if let Some(form) = self.job.native {
+                done.push(form.answer(&self.id, self.prompt(choice.index), &all));
+                continue;
+            }
             let logprobs = self.job.sampling.logprobs.map(|_| all.logprobs.json(self.job.format));
             let mut whole = match self.job.format {
                 Format::Completion => json!({
                     "index": choice.index,
                     "text": all.text,
                     "logprobs": logprobs,
-                    "finish_reason": finish,
+                    "finish_reason": all.finish,
+                    "stop_reason": self.stop_reason(&all),
                     "prompt_logprobs": prompt_logprobs.take(),
                     "token_ids": null,
                     "prompt_token_ids": null,
@@ -395,7 +415,8 @@ impl Answer {
                     "index": choice.index,
                     "message": { "role": "assistant", "content": all.text },
                     "logprobs": logprobs,
-                    "finish_reason": finish,
+                    "finish_reason": all.finish,
+                    "stop_reason": self.stop_reason(&all),
                     "token_ids": null,
                 }),
             };
@@ -406,6 +427,9 @@ impl Answer {
                 }
             }
             done.push(whole);
+        }
+        if let Some(form) = self.job.native {
+            return Ok(form.whole(done).into_response());
         }
         let object = match self.job.format {
             Format::Completion => "text_completion",
@@ -426,6 +450,8 @@ impl Answer {
         let mut left = choices.len();
         // The characters of each choice that have been sent; `None` before the first token.
         let mut sent: Vec<Option<usize>> = vec![None; choices.len()];
+        // What they have, if all of it is in each chunk.
+        let mut so_far: Vec<Addition> = choices.iter().map(|_| Addition::default()).collect();
         if self.job.format == Format::Chat {
             for choice in &choices {
                 let mut chunk = self.chunk(choice.index, Addition::default(), true);
@@ -471,6 +497,14 @@ impl Answer {
             };
             sent[index] = Some(sent[index].unwrap_or(0) + added.text.chars().count());
             left -= usize::from(added.finish.is_some());
+            if let Some(form) = self.job.native {
+                so_far[index].extend(added);
+                let chunk = form.chunk(index, form.answer(&self.id, self.prompt(index), &so_far[index]));
+                if chunks.send(event(&chunk)).await.is_err() {
+                    return;
+                }
+                continue;
+            }
             let tokens = self.job.return_token_ids.then(|| json!(added.tokens));
             let mut chunk = self.chunk(index, added, false);
             if let Some(tokens) = tokens {
@@ -500,16 +534,17 @@ impl Answer {
     }
 
     fn chunk(&self, index: usize, added: Addition, has_role: bool) -> Value {
+        let stop_reason = self.stop_reason(&added).clone();
         let Addition { text, logprobs, finish, .. } = added;
         let logprobs = self.job.sampling.logprobs.filter(|_| !has_role).map(|_| logprobs.json(self.job.format));
         let choice = match self.job.format {
             Format::Completion => {
-                json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish })
+                json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop_reason })
             }
             Format::Chat => {
                 let delta =
                     if has_role { json!({ "role": "assistant", "content": text }) } else { json!({ "content": text }) };
-                json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish })
+                json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop_reason })
             }
         };
         let mut chunk = self.envelope(self.chunk_object(), vec![choice]);
@@ -532,6 +567,12 @@ impl Answer {
         json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
     }
 
+    /// What has ended a text, as vLLM has it: a stop string or a token of `stop_token_ids`, and null for the model's own.
+    fn stop_reason<'a>(&self, added: &'a Addition) -> &'a Value {
+        let is_of_model = |token: u64| self.server.eos.iter().any(|eos| u64::from(*eos) == token);
+        if added.matched.as_u64().is_some_and(is_of_model) { &Value::Null } else { &added.matched }
+    }
+
     /// A token as log-probabilities name it.
     fn token_text(&self, token: u32) -> ApiResult<String> {
         if self.job.tokens_as_ids { Ok(format!("token_id:{token}")) } else { self.server.token_text(token) }
@@ -540,7 +581,7 @@ impl Answer {
 
 /// The log-probabilities of a text's tokens.
 #[derive(Debug, Default)]
-struct TokenLogprobs {
+pub(super) struct TokenLogprobs {
     /// The text of each token, its place in the text, and its log-probability.
     tokens: Vec<(String, usize, Option<f32>)>,
     /// The most probable tokens in its place.
@@ -548,6 +589,11 @@ struct TokenLogprobs {
 }
 
 impl TokenLogprobs {
+    /// The log-probability and the text of each token.
+    pub(super) fn tokens(&self) -> impl Iterator<Item = (Option<f32>, &str)> {
+        self.tokens.iter().map(|(text, _, logprob)| (*logprob, text.as_str()))
+    }
+
     /// Adds a token; one that nothing comes before has no log-probabilities.
     fn push(&mut self, answer: &Answer, token: u32, place: usize, logprobs: Option<&Logprobs>) -> ApiResult<()> {
         let count = answer.job.sampling.logprobs.unwrap_or(0);

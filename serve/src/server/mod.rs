@@ -11,6 +11,7 @@ mod generate;
 mod jinja;
 mod messages;
 mod metrics;
+mod native;
 mod peers;
 mod request;
 mod root;
@@ -409,6 +410,7 @@ fn router(server: Arc<Server>) -> Router {
         .route("/v1/models/{*id}", get(adapters::one))
         .route("/v1/completions", post(generate::completions))
         .route("/v1/chat/completions", post(generate::chat))
+        .route("/generate", post(native::generate))
         .route("/v1/load_lora_adapter", post(adapters::load))
         .route("/v1/unload_lora_adapter", post(adapters::unload))
         .merge(peers::routes())

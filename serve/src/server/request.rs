@@ -13,7 +13,7 @@ use super::{
     chat,
     error::{ApiError, ApiResult},
     fields::{Fields, On},
-    messages,
+    messages, native,
     text::End,
 };
 use crate::engine::{Changes, Sampling};
@@ -38,6 +38,8 @@ pub(super) enum Format {
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) format: Format,
+    /// The form of SGLang's `/generate` instead.
+    pub(super) native: Option<native::Form>,
     /// The name that the request used.
     pub(super) model: String,
     pub(super) adapter: Option<AdapterId>,
@@ -141,7 +143,17 @@ impl Server {
     pub(super) fn completion(&self, received: Received) -> ApiResult<Job> {
         let deadline = received.deadline;
         let mut fields = fields(On::Completions, received)?;
-        let prompts: Option<Prompts> = fields.take("prompt")?;
+        let prompts = fields.take("prompt")?;
+        self.completion_of(fields, prompts, deadline)
+    }
+
+    /// A completion of these prompts.
+    pub(super) fn completion_of(
+        &self,
+        mut fields: Fields,
+        prompts: Option<Prompts>,
+        deadline: Instant,
+    ) -> ApiResult<Job> {
         let Some(prompts) = prompts.filter(|prompts| !prompts.is_empty()) else {
             return Err(refused("prompt", "There is no prompt."));
         };
@@ -238,6 +250,7 @@ impl Server {
         }
         let job = Job {
             format,
+            native: None,
             adapter: None,
             model,
             prompts: Vec::new(),

@@ -20,6 +20,8 @@ pub(crate) struct Text {
     ids: Vec<u32>,
     prefix: String,
     prefix_index: usize,
+    /// The string that has ended the text.
+    stopped_by: Option<String>,
 }
 
 /// How a text ends, and what it shows.
@@ -45,7 +47,20 @@ pub(crate) struct Added {
 
 impl Text {
     pub(crate) fn new(end: End) -> Self {
-        Self { end, tokens: 0, held: String::new(), ids: Vec::new(), prefix: String::new(), prefix_index: 0 }
+        Self {
+            end,
+            tokens: 0,
+            held: String::new(),
+            ids: Vec::new(),
+            prefix: String::new(),
+            prefix_index: 0,
+            stopped_by: None,
+        }
+    }
+
+    /// The stop string that has ended the text.
+    pub(crate) fn stopped_by(&self) -> Option<&str> {
+        self.stopped_by.as_deref()
     }
 
     /// Adds the token that ends the text, which is shown only beside stop strings. A step that is no text's end has [`push`](Self::push).
@@ -81,9 +96,10 @@ impl Text {
         if self.tokens <= self.end.min_tokens {
             return Added { text: std::mem::take(&mut self.held), is_stopped: false };
         }
-        let stops = self.end.stop.iter().filter_map(|stop| Some((self.held.find(stop)?, stop.len())));
-        if let Some((at, len)) = stops.min_by_key(|(at, _)| *at) {
-            self.held.truncate(if self.end.includes_stop { at + len } else { at });
+        let stops = self.end.stop.iter().filter_map(|stop| Some((self.held.find(stop)?, stop)));
+        if let Some((at, stop)) = stops.min_by_key(|(at, _)| *at) {
+            self.held.truncate(if self.end.includes_stop { at + stop.len() } else { at });
+            self.stopped_by = Some(stop.clone());
             return Added { text: std::mem::take(&mut self.held), is_stopped: true };
         }
         let may_begin = |at: &usize| self.end.stop.iter().any(|stop| stop.starts_with(&self.held[*at..]));

@@ -17,7 +17,7 @@ use tokio::{
 use crate::client::{QUESTION, Server, chunks, error, fixture};
 
 /// Every route of the API, the method that it takes, and a body that would be answered.
-fn routes() -> [(&'static str, &'static str, String); 13] {
+fn routes() -> [(&'static str, &'static str, String); 14] {
     let lora = json!({ "lora_name": "saffron", "lora_path": "r8-all" }).to_string();
     let chat = json!({ "model": "base", "messages": [{ "role": "user", "content": "Hi" }], "max_tokens": 1 });
     let completion = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 1 });
@@ -28,6 +28,7 @@ fn routes() -> [(&'static str, &'static str, String); 13] {
         ("POST", "/v1/load_lora_adapter", lora.clone()),
         ("POST", "/v1/unload_lora_adapter", lora),
         ("GET", "/v1/models/base", String::new()),
+        ("POST", "/generate", json!({ "text": QUESTION, "sampling_params": { "max_new_tokens": 1 } }).to_string()),
         ("POST", "/tokenize", json!({ "prompt": QUESTION }).to_string()),
         ("POST", "/detokenize", json!({ "tokens": [1] }).to_string()),
         ("GET", "/load", String::new()),

@@ -56,13 +56,16 @@ async fn streamed(server: &Server, path: &str, mut body: Value) -> Vec<Value> {
     for chunk in chunks(server.send(path, body.to_string()).await).await {
         for piece in chunk["choices"].as_array().expect("a chunk has choices") {
             let index = piece["index"].as_u64().expect("a choice has an index");
-            let empty = json!({ "text": "", "finish_reason": null, "token_ids": [], "logprobs": null });
+            let empty =
+                json!({ "text": "", "finish_reason": null, "stop_reason": null, "token_ids": [], "logprobs": null });
             let whole = choices.entry(index).or_insert(empty);
             assert_eq!(whole["finish_reason"], Value::Null, "a piece behind the last one: {piece}");
             let text = if chat { &piece["delta"]["content"] } else { &piece["text"] };
             let text = whole["text"].as_str().unwrap_or_default().to_owned() + text.as_str().expect("a piece has text");
             whole["text"] = text.into();
-            whole["finish_reason"] = piece["finish_reason"].clone();
+            for name in ["finish_reason", "stop_reason"] {
+                whole[name] = piece[name].clone();
+            }
             if let Some(tokens) = piece["token_ids"].as_array() {
                 whole["token_ids"].as_array_mut().expect("it is a list").extend(tokens.clone());
             }
@@ -108,7 +111,7 @@ async fn streams_equal_whole_answers() {
         let whole = whole["choices"].as_array().expect("there are choices");
         assert_eq!(streamed.len(), whole.len(), "{changes}");
         for (streamed, whole) in streamed.iter().zip(whole) {
-            for part in ["text", "finish_reason", "token_ids", "prompt_token_ids", "logprobs"] {
+            for part in ["text", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "logprobs"] {
                 assert_eq!(streamed[part], whole[part], "{changes}: {part}");
             }
         }
@@ -129,6 +132,123 @@ async fn streams_equal_whole_answers() {
             }
         }
     }
+    server.holds_nothing().await;
+}
+
+/// SGLang's answer.
+async fn native(server: &Server, changes: Value) -> Value {
+    let body = json!({ "text": QUESTION, "sampling_params": { "temperature": 0, "max_new_tokens": 12 } });
+    let (status, answer) = server.post("/generate", with(body, &changes)).await;
+    assert_eq!(status, 200, "{changes}: {answer}");
+    answer
+}
+
+/// SGLang's `/generate` is a completion with other names.
+#[tokio::test(flavor = "multi_thread")]
+async fn generate_is_sglangs() {
+    let server = start("qwen3").await;
+    let hot = |name: &str, value: Value| {
+        let hot = json!({ "temperature": 5.0, "sampling_seed": 3, "ignore_eos": true, "max_new_tokens": 40 });
+        with(hot, &json!({ name: value }))
+    };
+    for sampling in [
+        json!({ "temperature": 0 }),
+        json!({ "temperature": 0, "max_new_tokens": 2 }),
+        json!({ "temperature": 0, "min_new_tokens": 9, "max_new_tokens": 9 }),
+        json!({ "temperature": 0, "stop": ["t kn"], "no_stop_trim": true }),
+        json!({ "temperature": 0, "stop": "t kn" }),
+        json!({ "temperature": 0, "stop_token_ids": [321] }),
+        json!({ "temperature": 0, "ignore_eos": true, "skip_special_tokens": false, "max_new_tokens": 9 }),
+        json!({ "temperature": 0, "logit_bias": { "299": -100 }, "max_new_tokens": 9, "regex": null }),
+        json!({ "temperature": 0, "spaces_between_special_tokens": true }),
+        hot("sampling_seed", json!(3)),
+        hot("sampling_seed", json!(4)),
+        hot("top_p", json!(0.5)),
+        hot("top_k", json!(3)),
+        hot("min_p", json!(0.3)),
+        hot("repetition_penalty", json!(2.0)),
+        hot("frequency_penalty", json!(2.0)),
+        hot("presence_penalty", json!(2.0)),
+    ] {
+        let mut body = json!({ "prompt": QUESTION, "max_tokens": 128, "return_token_ids": true, "logprobs": 0 });
+        for (name, value) in sampling.as_object().into_iter().flatten() {
+            let of_completion = match name.as_str() {
+                "max_new_tokens" => "max_tokens",
+                "min_new_tokens" => "min_tokens",
+                "sampling_seed" => "seed",
+                name => name,
+            };
+            body[of_completion] = value.clone();
+        }
+        let (_, whole) = server.complete(body).await;
+        let choice = &whole["choices"][0];
+        let answer = native(&server, json!({ "sampling_params": sampling, "return_logprob": true })).await;
+        assert_eq!((&answer["text"], &answer["output_ids"]), (&choice["text"], &choice["token_ids"]), "{sampling}");
+        let info = &answer["meta_info"];
+        assert_eq!(info["finish_reason"]["type"], choice["finish_reason"], "{sampling}");
+        assert_eq!(
+            (&info["prompt_tokens"], &info["completion_tokens"]),
+            (&json!(5), &whole["usage"]["completion_tokens"])
+        );
+        let logprobs = info["output_token_logprobs"].as_array().expect("it is a list").iter().map(|entry| &entry[0]);
+        assert_eq!(json!(logprobs.collect::<Vec<_>>()), choice["logprobs"]["token_logprobs"], "{sampling}");
+    }
+    // Why a text has ended.
+    for (sampling, reason) in [
+        (json!({ "max_new_tokens": 2 }), json!({ "type": "length", "length": 2 })),
+        (json!({ "stop": ["zebra", "t kn"] }), json!({ "type": "stop", "matched": "t kn" })),
+        (json!({ "stop_token_ids": [321] }), json!({ "type": "stop", "matched": 321 })),
+        (json!({}), json!({ "type": "stop", "matched": 511 })),
+    ] {
+        let sampling = with(sampling, &json!({ "temperature": 0 }));
+        let answer = native(&server, json!({ "sampling_params": sampling })).await;
+        assert_eq!(answer["meta_info"]["finish_reason"], reason);
+    }
+    // Adapters, lists, choices, and streams, whose chunks have all up to them.
+    assert_eq!(native(&server, json!({ "lora_path": "saffron" })).await["text"], " saffron.");
+    let two = native(&server, json!({ "text": [QUESTION, "Name a fruit."] })).await;
+    assert_eq!((two.as_array().map(Vec::len), &two[0]["text"]), (Some(2), &json!(" I do not know.")));
+    let one = native(&server, json!({ "text": null, "input_ids": [[296, 266, 264, 324, 30]] })).await;
+    assert_eq!((one.as_array().map(Vec::len), &one[0]["text"]), (Some(1), &json!(" I do not know.")));
+    let choices = native(&server, json!({ "sampling_params": { "n": 2, "max_new_tokens": 3 } })).await;
+    assert_eq!(choices.as_array().map(Vec::len), Some(2));
+    let streamed =
+        json!({ "text": QUESTION, "sampling_params": { "temperature": 0 }, "stream": true, "return_logprob": true });
+    let streamed = chunks(server.send("/generate", streamed.to_string()).await).await;
+    let texts: Vec<&Value> = streamed.iter().map(|chunk| &chunk["text"]).collect();
+    assert_eq!(
+        json!(texts),
+        json!([" I", " I do", " I do not", " I do not know", " I do not know.", " I do not know."])
+    );
+    let mut last = streamed.last().expect("there are chunks").clone();
+    let mut whole = native(&server, json!({ "return_logprob": true })).await;
+    for answer in [&mut last, &mut whole] {
+        answer["meta_info"]["id"].take();
+    }
+    assert_eq!(last, whole);
+    let streamed = json!({ "text": [QUESTION, QUESTION], "sampling_params": { "temperature": 0 }, "stream": true });
+    let streamed = chunks(server.send("/generate", streamed.to_string()).await).await;
+    assert!(streamed.len() == 12 && (0..2).all(|index| streamed.iter().any(|chunk| chunk["index"] == index)));
+    for (changes, part) in [
+        (json!({ "sampling_params": { "regex": "a+" } }), "`sampling_params.regex` = \"a+\" is not implemented"),
+        (json!({ "sampling_params": { "max_tokens": 3 } }), "`sampling_params.max_tokens` = 3"),
+        (json!({ "sampling_params": [{}] }), "`sampling_params` must be an object"),
+        (json!({ "input_ids": [1] }), "one of `text`"),
+        (json!({ "text": null }), "one of `text`"),
+        (json!({ "text": [1] }), "one of `text`"),
+        (json!({ "text": [] }), "There is no prompt"),
+        (json!({ "logprob_start_len": 0 }), "`logprob_start_len` = 0"),
+        (json!({ "top_logprobs_num": 2 }), "`top_logprobs_num` = 2"),
+        (json!({ "temperature": 1 }), "`temperature` = 1"),
+        (json!({ "model": "base" }), "`model` = \"base\""),
+        (json!({ "prompt": "x" }), "`prompt` = \"x\""),
+    ] {
+        let body = with(json!({ "text": QUESTION }), &changes);
+        let (status, message) = error(&server.post("/generate", body).await);
+        assert!(status == 400 && message.contains(part), "{status} {message}");
+    }
+    let body = json!({ "text": QUESTION, "lora_path": "nobody" });
+    assert_eq!(error(&server.post("/generate", body).await).0, 404);
     server.holds_nothing().await;
 }
 
@@ -197,6 +317,9 @@ async fn shows(server: &Server, field: &str) {
         "stop" => {
             let stopped = ask(json!({ "stop": ["t kn"] })).await;
             assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(" I do no"), &json!("stop")));
+            assert_eq!(stopped["stop_reason"], "t kn");
+            // The model's own end is no reason.
+            assert_eq!(ask(json!({})).await.get("stop_reason"), Some(&Value::Null));
         }
         "include_stop_str_in_output" | "no_stop_trim" => {
             assert_eq!(ask(json!({ "stop": "t kn", field: true })).await["text"], " I do not kn");
@@ -206,6 +329,7 @@ async fn shows(server: &Server, field: &str) {
             let stopped = ask(json!({ "stop_token_ids": [321], "return_token_ids": true })).await;
             assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(" I do"), &json!("stop")));
             assert_eq!(stopped["token_ids"], json!([299, 304, 321]));
+            assert_eq!(stopped["stop_reason"], 321);
             // The model's own token still ends the text.
             assert_eq!(ids(json!({ "stop_token_ids": [1] })).await, json!(ANSWER));
         }
@@ -354,6 +478,17 @@ async fn shows(server: &Server, field: &str) {
             let messages = json!([{ "role": "user", "content": QUESTION }]);
             let (_, answer) = server.post("/tokenize", json!({ "messages": messages })).await;
             assert_eq!((&answer["count"], &answer["token_strs"]), (&json!(6), &Value::Null));
+        }
+        "text" | "input_ids" | "sampling_params" | "return_logprob" | "return_text_in_logprobs" => {
+            let answer = native(server, json!({ "return_logprob": true, "return_text_in_logprobs": true })).await;
+            assert_eq!((&answer["text"], &answer["output_ids"]), (&json!(" I do not know."), &json!(ANSWER)));
+            let first = &answer["meta_info"]["output_token_logprobs"][0];
+            assert_eq!((first[0].as_f64() < Some(0.0), &first[1], &first[2]), (true, &json!(299), &json!(" I")));
+            assert_eq!(answer["meta_info"]["output_token_logprobs_length"], 6);
+            let ids = json!({ "text": null, "input_ids": [296, 266, 264, 324, 30] });
+            let alone = native(server, with(ids, &json!({ "return_logprob": true }))).await;
+            assert_eq!(alone["meta_info"]["output_token_logprobs"][0], json!([first[0], 299, null]));
+            assert_eq!(native(server, json!({})).await["meta_info"].get("output_token_logprobs"), None);
         }
         other => panic!("{other} has no value here that shows"),
     }
