@@ -343,20 +343,6 @@ typedef struct aril_silu_mul_args {
   int64_t out_stride;
 } aril_silu_mul_args;
 
-// residual[t] += y[t] + scales[t] * scaling * B v, with v of the last aril_linear_shrink; then
-// out[t] = weight * residual[t] / sqrt(mean of residual[t]^2 + eps), for all routed tokens. The sum
-// is computed in f32 and rounded; the quotient is computed in f32 from the rounded sum, and
-// rounded before its product with the weight is.
-typedef struct aril_add_rms_norm_args {
-  aril_linear_args layer;  // One slice. y is read, x and outs_per_block are not.
-  const void* weight;      // [out_features]
-  float eps;
-  void* residual;  // [num_tokens, out_features]
-  int64_t residual_stride;
-  void* out;  // [num_tokens, out_features]
-  int64_t out_stride;
-} aril_add_rms_norm_args;
-
 // y[t] += scales[t] * scaling * B A[token_ids[t]]
 typedef struct aril_embedding_args {
   int32_t dtype;
@@ -515,7 +501,6 @@ int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
 int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
 int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
-int32_t aril_add_rms_norm(const aril_add_rms_norm_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
 // ARIL_ERR_SHARED_MEMORY if the device has too little for a ring.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);

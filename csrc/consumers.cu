@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_silu_mul and aril_add_rms_norm: operations that read the y of a linear layer, fused with the
-// layer's expand. Which kernel an operation launches, with which grid.
+// aril_silu_mul: reads the y of a layer of gate and up, fused with the layer's expand. Which kernel it
+// launches, with which grid.
 #include "host/launch.cuh"
-#include "linear/add_rms_norm.cuh"
 #include "linear/silu_mul.cuh"
 
 namespace aril {
 namespace {
 
 using detail::ceil_div;
-
-// How the blocks of a norm's grid share out tiles.
-enum NormGrid { kAllTiles, kTurns, kWideTiles };
 
 // All kernels for elements of T.
 template <typename T>
@@ -28,18 +24,9 @@ struct Kernels {
   Kernel<aril_silu_mul_args, int> high_rank_silu_mul = {detail::high_rank_silu_mul_kernel<T>,
                                                         kMaxSmem};
 
-  // By whether B is staged, and by NormGrid.
-  Kernel<aril_add_rms_norm_args, int, int, int> add_rms_norm[2][3] = {
-      {{detail::add_rms_norm_kernel<T, false, false, false>, kMaxSmem},
-       {detail::add_rms_norm_kernel<T, false, false, true>, kMaxSmem},
-       {detail::add_rms_norm_kernel<T, false, true, false>, kMaxSmem}},
-      {{detail::add_rms_norm_kernel<T, true, false, false>, kMaxSmem},
-       {detail::add_rms_norm_kernel<T, true, false, true>, kMaxSmem},
-       {detail::add_rms_norm_kernel<T, true, true, false>, kMaxSmem}}};
-
   int32_t load() const {
-    const auto& [a, b, c, d] = *this;
-    return load_table(a, b, c, d);
+    const auto& [a, b, c] = *this;
+    return load_table(a, b, c);
   }
 };
 
@@ -47,19 +34,12 @@ template <>
 struct Kernels<float> {
   Kernel<aril_silu_mul_args, int> silu_mul = {detail::silu_mul_f32_kernel, 0};
 
-  Kernel<aril_add_rms_norm_args> add_rms_norm = {detail::add_rms_norm_f32_kernel, 0};
-
-  int32_t load() const {
-    const auto& [a, b] = *this;
-    return load_table(a, b);
-  }
+  int32_t load() const { return aril::load(silu_mul); }
 };
 
-// Grids of more blocks take turns; those of a norm then have about so many clusters.
+// Grids of more blocks take turns.
 constexpr int kMostSiluMulBlocks = 3000;
 constexpr int kTurnsSiluMulBlocks = 594;
-constexpr int kMostNormClusters = 64;
-constexpr int kTurnsNormClusters = 48;
 
 template <typename T>
 int32_t small_m_silu_mul(const aril_silu_mul_args& args, bool staged, void* stream) {
@@ -114,37 +94,6 @@ int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
   }
 }
 
-template <typename T>
-int32_t add_rms_norm(const aril_add_rms_norm_args& args, void* stream) {
-  const Kernels<T> kernels;
-  const aril_linear_args& layer = args.layer;
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return launch(kernels.add_rms_norm, dim3(layer.max_tiles), detail::kF32Threads, 0, stream,
-                  args);
-  } else {
-    const bool wide = detail::is_large_m(layer);
-    const int parts = wide ? ARIL_WIDE_TILE / ARIL_TOKENS_PER_TILE : 1;
-    const int slabs = ceil_div(layer.in_features, detail::kSlabFeatures);
-    bool has;
-    ARIL_TRY(has_clusters(kernels.add_rms_norm[0][kAllTiles], has));
-    const int blocks = has ? detail::kNormBlocks : 1;
-    int max_bytes;
-    ARIL_TRY(max_smem_bytes(max_bytes));
-    const bool staged = detail::is_staged(layer.weights) &&
-                        detail::add_rms_norm_smem_bytes(layer, blocks, true) <= max_bytes;
-    NormGrid grid = wide ? kWideTiles : kAllTiles;
-    int tiles = layer.max_tiles;
-    if (!wide && tiles > kMostNormClusters && layer.max_few_tiles < tiles) {
-      grid = kTurns;
-      tiles = min(tiles, max(layer.max_few_tiles, kTurnsNormClusters));
-    }
-    return launch_clusters(kernels.add_rms_norm[staged][grid], blocks, dim3(tiles * parts * blocks),
-                           detail::kSmallMThreads,
-                           detail::add_rms_norm_smem_bytes(layer, blocks, staged), stream, args,
-                           blocks, slabs, tiles);
-  }
-}
-
 }  // namespace
 
 int32_t load_consumers() {
@@ -158,11 +107,5 @@ int32_t load_consumers() {
 extern "C" int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream) {
   return aril::dispatch(args->layer.dtype, [&](auto element) {
     return aril::silu_mul<decltype(element)>(*args, stream);
-  });
-}
-
-extern "C" int32_t aril_add_rms_norm(const aril_add_rms_norm_args* args, void* stream) {
-  return aril::dispatch(args->layer.dtype, [&](auto element) {
-    return aril::add_rms_norm<decltype(element)>(*args, stream);
   });
 }

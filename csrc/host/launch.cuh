@@ -100,16 +100,6 @@ template <typename... Params>
   return launch_clusters(kernel, 1, grid, block, smem_bytes, stream, params...);
 }
 
-// Whether the kernel's code for the current device was compiled for sm_90 or later, as clusters
-// need.
-template <typename... Params>
-[[nodiscard]] inline int32_t has_clusters(const Kernel<Params...>& kernel, bool& has) {
-  cudaFuncAttributes attributes;
-  ARIL_TRY(cudaFuncGetAttributes(&attributes, kernel.entry));
-  has = attributes.ptxVersion >= 90;
-  return 0;
-}
-
 // Calls `f` with a value of the element type that `dtype` names.
 template <typename F>
 [[nodiscard]] inline int32_t dispatch(int32_t dtype, F&& f) {

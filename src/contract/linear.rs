@@ -42,29 +42,6 @@ impl Linear {
         Ok(features)
     }
 
-    /// Returns the features of the norm.
-    pub(crate) fn check_add_rms_norm(
-        &self,
-        step: StepShape,
-        y: Shape,
-        residual: Shape,
-        weight_len: usize,
-        out: Shape,
-    ) -> Result<usize, OperandError> {
-        let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
-        let (features, slices) = (self.site.out_features(), self.site.slices().len());
-        if slices != 1 {
-            return Err(OperandError::NormSlices { slices });
-        }
-        y.expect("y", dtype, tokens, features)?;
-        residual.expect("residual", dtype, tokens, features)?;
-        if weight_len != features {
-            return Err(OperandError::NormWeight { got: weight_len, want: features });
-        }
-        out.expect("out", dtype, tokens, features)?;
-        Ok(features)
-    }
-
     /// Returns the element type of the operands.
     fn check_step(&self, step: StepShape) -> Result<DType, OperandError> {
         let capacity = self.plan.capacity();

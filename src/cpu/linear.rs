@@ -167,39 +167,4 @@ impl Shrunk<'_, '_> {
         });
         Ok(())
     }
-
-    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step, or the layer has several slices. `residual` and `out` are
-    /// then unchanged.
-    #[doc(alias = "fused_add_rms_norm")]
-    pub fn add_rms_norm<T: Element>(
-        self,
-        y: Matrix<'_, T>,
-        mut residual: MatrixMut<'_, T>,
-        weight: &[T],
-        eps: f32,
-        mut out: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        let Self { layer, step } = self;
-        let shapes = (y.shape(), residual.shape(), out.shape());
-        let features = layer.contract.check_add_rms_norm(step.shape(), shapes.0, shapes.1, weight.len(), shapes.2)?;
-        let round = |value: f32| T::from_f32(value).to_f32();
-        residual.rows_mut().zip(out.rows_mut()).enumerate().for_each(|(token, (residual, out))| {
-            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
-            layer.deltas::<T>(step, token, |column, delta| sums[column] += delta);
-            let mut squares = 0.0;
-            for (residual, sum) in residual.iter_mut().zip(&sums) {
-                *residual = T::from_f32(residual.to_f32() + sum);
-                squares += residual.to_f32().powi(2);
-            }
-            #[expect(clippy::cast_precision_loss, reason = "rounded like any f32")]
-            let scale = 1.0 / (squares / features as f32 + eps).sqrt();
-            for ((out, residual), weight) in out.iter_mut().zip(&*residual).zip(weight) {
-                *out = T::from_f32(weight.to_f32() * round(residual.to_f32() * scale));
-            }
-        });
-        Ok(())
-    }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use super::{LaunchError, Matrix, MatrixMut, Step, View, WeightTable, kernels::Operation, raw};
+use super::{LaunchError, Matrix, MatrixMut, Step, WeightTable, kernels::Operation, raw};
 use crate::{
     Element, ffi,
     model::LinearId,
@@ -158,39 +158,5 @@ impl Shrunk<'_, '_> {
         (args.layer.y, args.out) = (y as *mut c_void, out as *mut c_void);
         // SAFETY: as in `enqueue`. The shrink is the last operation on the workspace, or the batch has no adapter.
         unsafe { raw.launch_silu_mul(&args, queue.raw()) }
-    }
-
-    #[doc = include_str!("../docs/operations/linear_add_rms_norm.md")]
-    ///
-    /// In a captured step, rows beyond the batch of the last update are unchanged.
-    ///
-    /// # Errors
-    /// [`LaunchError`] if an operand does not match the layer and the step, or the layer has several slices. Nothing was enqueued.
-    #[doc(alias = "fused_add_rms_norm")]
-    pub fn add_rms_norm<'a, T: Element>(
-        self,
-        y: Matrix<'_, T>,
-        mut residual: MatrixMut<'_, T>,
-        weight: impl Into<View<'a, T>>,
-        eps: f32,
-        mut out: MatrixMut<'_, T>,
-    ) -> Result<(), LaunchError> {
-        let Self { layer: LoraLinear { raw }, step } = self;
-        let weight = weight.into();
-        let shapes = (y.shape(), residual.shape(), out.shape());
-        let mut args = raw.add_rms_norm_args(&step.raw(), shapes.0, shapes.1, weight.len(), eps, shapes.2)?;
-        y.check_as("y", step)?;
-        residual.check_as("residual", step)?;
-        weight.check("weight", step)?;
-        out.check_as("out", step)?;
-        let _entered = step.enter()?;
-        step.keep([y.kept(), residual.kept(), weight.kept(), out.kept()]);
-        let queue = step.queue();
-        let ((y, _y_guard), (weight, _weight_guard)) = (y.on(queue), weight.on(queue));
-        let ((residual, _residual_guard), (out, _out_guard)) = (residual.on(queue), out.on(queue));
-        (args.layer.y, args.weight) = (y as *mut c_void, weight as *const c_void);
-        (args.residual, args.out) = (residual as *mut c_void, out as *mut c_void);
-        // SAFETY: as in `silu_mul`.
-        unsafe { raw.launch_add_rms_norm(&args, queue.raw()) }
     }
 }

@@ -100,20 +100,6 @@ pub enum OperandError {
         /// The slot.
         slot: Slot,
     },
-    /// The norm's weight does not have one element for each output of the layer.
-    #[error("the norm's weight has {got} elements, but the layer has {want} outputs")]
-    NormWeight {
-        /// Its length.
-        got: usize,
-        /// Outputs of the layer.
-        want: usize,
-    },
-    /// The layer has several slices, and a norm is of one.
-    #[error("a norm needs a layer of one slice, but this one has {slices}")]
-    NormSlices {
-        /// Number of slices.
-        slices: usize,
-    },
     /// The layer and the weights belong to different models, or to different tensor-parallel ranks. Ids belong to the one
     /// [`ModelSpec`](crate::model::ModelSpec) object that they were added to, even if another one describes equal layers.
     #[error(

@@ -238,17 +238,6 @@ pub struct aril_silu_mul_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct aril_add_rms_norm_args {
-    pub layer: aril_linear_args,
-    pub weight: *const ::core::ffi::c_void,
-    pub eps: f32,
-    pub residual: *mut ::core::ffi::c_void,
-    pub residual_stride: i64,
-    pub out: *mut ::core::ffi::c_void,
-    pub out_stride: i64,
-}
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
 pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -412,12 +401,6 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_silu_mul(
         args: *const aril_silu_mul_args,
-        stream: *mut ::core::ffi::c_void,
-    ) -> i32;
-}
-unsafe extern "C" {
-    pub fn aril_add_rms_norm(
-        args: *const aril_add_rms_norm_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -100,7 +100,7 @@ impl<'a> Batch<'a> {
     /// `add_gate_up_delta`, `add_down_delta` and `add_combined_delta`.
     ///
     /// All others write their output in every batch. `write_delta`, `write_gate_up_delta` and `write_down_delta` write zeros;
-    /// `FusedLinear`, `silu_mul`, `add_rms_norm`, `activate` and `combine` compute what the base model needs.
+    /// `FusedLinear`, `silu_mul`, `activate` and `combine` compute what the base model needs.
     ///
     /// A slot counts whether or not an adapter is loaded into it.
     ///

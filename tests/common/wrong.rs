@@ -23,9 +23,6 @@ pub enum Op {
     WriteDelta,
     Expand,
     SiluMul,
-    AddRmsNorm {
-        weight: usize,
-    },
     Forward {
         w: [usize; 3],
     },
@@ -268,7 +265,7 @@ pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
     let ([narrow, short], apart) = (too_small(ROWS), [TOKENS, 8, 12]);
     let mut calls = of_experts_and_ranks();
     let linear = [Op::AddDelta, Op::WriteDelta, Op::Forward { w: W }, Op::Accumulate { w: W }];
-    let after = [Op::Expand, Op::AddRmsNorm { weight: 8 }, Op::Embedding { ids: TOKENS }];
+    let after = [Op::Expand, Op::Embedding { ids: TOKENS }];
     for op in linear.into_iter().chain(after).chain([Op::SiluMul]) {
         let of = if matches!(op, Op::SiluMul) { Of::Pair } else { Of::One };
         let call = fitting(op, of);
@@ -277,7 +274,7 @@ pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
             calls.push((Call { y, ..call }, Some(shape("y", y, ROWS))));
         }
         let overlapping = OperandError::Overlap { operand: "y", cols: 8, row_stride: 4 };
-        if !matches!(op, Op::SiluMul | Op::AddRmsNorm { .. }) {
+        if !matches!(op, Op::SiluMul) {
             calls.push((Call { y: [TOKENS, 8, 4], ..call }, Some(overlapping)));
         }
     }
@@ -302,11 +299,6 @@ pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
     let out = [TOKENS, 4, 4];
     calls.push((Call { out: ROWS, ..fitting(Op::SiluMul, Of::Pair) }, Some(shape("out", ROWS, out))));
     calls.push((fitting(Op::SiluMul, Of::One), Some(OperandError::GateUp { outputs: vec![8] })));
-    let norm = Op::AddRmsNorm { weight: 8 };
-    calls.push((Call { out: short, ..fitting(norm, Of::One) }, Some(shape("residual", short, ROWS))));
-    calls.push((fitting(norm, Of::Pair), Some(OperandError::NormSlices { slices: 2 })));
-    let few_weights = OperandError::NormWeight { got: 7, want: 8 };
-    calls.push((fitting(Op::AddRmsNorm { weight: 7 }, Of::One), Some(few_weights)));
     let ids = OperandError::Length { operand: "token_ids", got: 2, want: TOKENS };
     calls.push((fitting(Op::Embedding { ids: 2 }, Of::One), Some(ids)));
     let rows_of = |operand| OperandError::MisalignedRows { operand, alignment: 16, stride_bytes: 24 };

@@ -1,6 +1,5 @@
 //! Results do not depend, in any bit, on kernels that run at the same time or on earlier contents of the workspace.
 
-mod consumers;
 mod experts;
 mod fused_linear;
 

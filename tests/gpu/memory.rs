@@ -164,7 +164,8 @@ fn a_host_tier_has_any_size() {
     let adapter = Arc::new(setup.adapter(8, 1.0));
     let source = Source::memory(adapter, setup.model(), DType::F32).unwrap();
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(8);
-    for host_bytes in [1 << 16, (1 << 16) + 1, (1 << 16) + 100, (1 << 16) + 255] {
+    // One byte less than each multiple of the granule, of which one is a multiple of the adapter's size, too.
+    for host_bytes in (0..20).map(|granule| (1 << 16) + granule * 256 - 1) {
         let config = PoolConfig::arena_bytes(1 << 16).host_bytes(host_bytes);
         let mut pool = AdapterPool::new(&setup.gpu.queue, setup.model(), DType::F32, capacity, config).unwrap();
         // More than fit, so that every place is used.

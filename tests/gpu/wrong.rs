@@ -26,12 +26,12 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
     let seven = T::from_f32(7.0);
     let (inputs, ids) = (gpu.upload(&[T::from_f32(1.0); LEN]), gpu.upload(&[0_i32; LEN]));
     let (ones, rows) = (gpu.upload(&[1.0_f32; LEN]), gpu.upload(&std::array::from_fn::<_, LEN, _>(|row| row as i32)));
-    let [mut y, mut residual, mut out] = [(); 3].map(|()| gpu.upload(&[seven; LEN]));
+    let [mut y, mut out] = [(); 2].map(|()| gpu.upload(&[seven; LEN]));
     let mut v = gpu.upload(&[7.0_f32; LEN]);
     let inputs = inputs.view::<T>();
     let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(inputs.slice(..), rows, cols, stride);
     let result = (|| -> Result<(), LaunchError> {
-        let [y, residual, out] = [&mut y, &mut residual, &mut out].map(|buffer| buffer.view_mut::<T>());
+        let [y, out] = [&mut y, &mut out].map(|buffer| buffer.view_mut::<T>());
         let [y_shape, out_shape] = [call.y, call.out];
         let batch = routing.update(&Batch::new(&slots))?;
         let linear = || LoraLinear::new(&own, world.id(call.of));
@@ -43,11 +43,6 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
             Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, y()?),
             Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(y()?),
             Op::SiluMul => linear()?.shrink(&mut step, matrix(call.x)?)?.silu_mul(matrix(call.y)?, out()?),
-            Op::AddRmsNorm { weight } => {
-                let residual = MatrixMut::strided(residual, out_shape[0], out_shape[1], out_shape[2])?;
-                let (layer, x, y) = (linear()?, matrix(call.x)?, matrix(call.y)?);
-                layer.shrink(&mut step, x)?.add_rms_norm(y, residual, inputs.slice(..weight), 1.0, out()?)
-            }
             Op::Forward { w } => {
                 let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
                 layer.forward(&mut step, matrix(call.x)?, y()?)
@@ -90,7 +85,7 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
             }
         }
     })();
-    let written = [y, residual, out].map(|buffer| buffer.read::<T>()).concat();
+    let written = [y, out].map(|buffer| buffer.read::<T>()).concat();
     let is_unchanged = written.iter().all(|value| *value == seven) && v.read::<f32>() == [7.0; LEN];
     assert!(result.is_ok() || is_unchanged, "{call:?}");
     result

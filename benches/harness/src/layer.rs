@@ -96,7 +96,7 @@ pub fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
 
-/// The operation behind the layer: `silu(gate) · up` of a layer of two slices, or a norm with a residual.
+/// The operation behind a layer of gate and up: `silu(gate) · up`.
 struct Consumer {
     /// A batch of base tokens.
     base_batch: raw::RoutedBatch,
@@ -105,11 +105,7 @@ struct Consumer {
     /// Columns of the output.
     features: usize,
     out: Memory,
-    /// Of a norm, whose weight are the first of the inputs.
-    residual: Option<Memory>,
 }
-
-const EPS: f32 = 1e-6;
 
 /// A workload's layer with `num_sets` sets of adapters.
 pub struct Layer<'a> {
@@ -283,26 +279,14 @@ impl<'a> Layer<'a> {
         let batch = if is_base { consumer.base_batch } else { self.batch };
         let step = self.step(set, batch, self.stage.gpu.raw_stream());
         let y = raw::MatrixRef::new::<bf16>(self.stage.y.address, num_tokens, self.workload.out_features());
-        let output = |memory: &Memory| raw::MatrixMut::new::<bf16>(memory.address, num_tokens, consumer.features);
-        let (linear, out, weight) = (self.linear()?, output(&consumer.out), self.stage.inputs.address);
-        match &consumer.residual {
-            // SAFETY: as above.
-            None => unsafe { linear.silu_mul(&step, y, out) }?,
-            // SAFETY: as above.
-            Some(residual) => unsafe { linear.add_rms_norm(&step, y, output(residual), weight, EPS, out) }?,
-        }
-        Ok(())
+        let out = raw::MatrixMut::new::<bf16>(consumer.out.address, num_tokens, consumer.features);
+        // SAFETY: as above.
+        Ok(unsafe { self.linear()?.silu_mul(&step, y, out) }?)
     }
 
     /// Whether `consume` supports the layer.
     pub fn is_consumed(&self) -> bool {
         self.consumer.is_some()
-    }
-
-    /// Restores the residual that `consume` adds to.
-    pub fn reset_residual(&self) -> Result<()> {
-        let Consumer { residual: Some(residual), .. } = self.consumer()? else { return Ok(()) };
-        self.stage.gpu.copy(residual.address, self.stage.bases.address, residual.bytes)
     }
 
     /// A token's row of the output of `consume`.
@@ -311,19 +295,11 @@ impl<'a> Layer<'a> {
         self.stage.gpu.read(out.address + elem_bytes(token * features) as u64, *features)
     }
 
-    /// What `consume` makes of a token's row of y and a residual that was reset, computed here.
+    /// What `consume` makes of a token's row of y, computed here.
     pub fn expected_row(&self, token: usize) -> Result<Vec<f64>> {
-        let (Consumer { features, residual, .. }, data) = (self.consumer()?, &self.stage.data);
         let y: Vec<f64> = self.row(token)?.into_iter().map(f64::from).collect();
-        if residual.is_none() {
-            let (gate, up) = y.split_at(*features);
-            return Ok(gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect());
-        }
-        let bases = data.bases.range(token * features, *features);
-        let sums: Vec<f64> = y.iter().zip(bases).map(|(y, base)| y + f64::from(base)).collect();
-        let mean = sums.iter().map(|sum| sum * sum).sum::<f64>() / *features as f64;
-        let weights = data.inputs.range(0, *features).map(f64::from);
-        Ok(sums.iter().zip(weights).map(|(sum, weight)| weight * sum / (mean + f64::from(EPS)).sqrt()).collect())
+        let (gate, up) = y.split_at(self.consumer()?.features);
+        Ok(gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect())
     }
 
     fn consumer(&self) -> Result<&Consumer> {
@@ -399,17 +375,14 @@ impl<'a> Layer<'a> {
 
 impl Consumer {
     fn new(gpu: &Gpu, workload: &Workload) -> Result<Option<Self>> {
-        let (features, is_norm) = match workload.out_slices[..] {
-            _ if workload.suite != Suite::Layer => return Ok(None),
-            [gate, up] if gate == up => (gate, false),
-            [features] if features <= workload.in_features => (features, true),
+        let features = match workload.out_slices[..] {
+            [gate, up] if workload.suite == Suite::Layer && gate == up => gate,
             _ => return Ok(None),
         };
         let num_tokens = workload.num_tokens();
         let (routing, routing_memory, base_batch) = route(gpu, workload, &vec![Slot::BASE; num_tokens])?;
-        let output = || gpu.alloc(elem_bytes(num_tokens * features));
-        let (out, residual) = (output()?, is_norm.then(output).transpose()?);
-        Ok(Some(Self { base_batch, _routing: routing, _routing_memory: routing_memory, features, out, residual }))
+        let out = gpu.alloc(elem_bytes(num_tokens * features))?;
+        Ok(Some(Self { base_batch, _routing: routing, _routing_memory: routing_memory, features, out }))
     }
 }
 

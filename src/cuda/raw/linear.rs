@@ -8,14 +8,11 @@ use super::{
 use crate::{
     DType, contract,
     cuda::{Kernels, kernels::Operation},
-    error::{LaunchError, OperandError},
+    error::LaunchError,
     ffi,
     model::{LinearId, MAX_SLICES, Model},
     plan::{Capacity, LinearPlan, PlanError},
 };
-
-/// The most tiles of a norm's launch, whose grid has up to 32 blocks per tile.
-const MAX_NORM_TILES: usize = i32::MAX as usize / 32;
 
 /// The LoRA operations of one linear layer.
 #[derive(Clone, Debug)]
@@ -162,60 +159,6 @@ impl LoraLinear {
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(ffi::aril_silu_mul, args, args.layer.num_tokens, stream.as_raw()) }
-    }
-
-    #[doc = include_str!("../../docs/operations/linear_add_rms_norm.md")]
-    ///
-    /// Rows of tokens beyond the last update are unchanged.
-    ///
-    /// # Errors
-    /// [`LaunchError`] if an operand does not match the layer and the step, or the layer has several slices. Nothing was enqueued.
-    ///
-    /// # Safety
-    /// As for `expand`, with `residual` and `out` in the place of `y`, and `y` and `weight` as inputs like `x`. `weight` is the
-    /// address of `out_features` elements. A batch without adapters needs no `shrink`.
-    #[doc(alias = "fused_add_rms_norm")]
-    pub unsafe fn add_rms_norm(
-        &self,
-        step: &Step,
-        y: MatrixRef,
-        residual: MatrixMut,
-        weight: u64,
-        eps: f32,
-        out: MatrixMut,
-    ) -> Result<(), LaunchError> {
-        let args = self.add_rms_norm_args(step, y, residual, self.contract.site.out_features(), eps, out)?;
-        let args = ffi::aril_add_rms_norm_args { weight: weight as *const std::ffi::c_void, ..args };
-        // SAFETY: the caller's obligations.
-        unsafe { self.launch_add_rms_norm(&args, step.stream) }
-    }
-
-    /// Checks the operands of `add_rms_norm` and returns the arguments of the C ABI, without the weight's address.
-    pub(in crate::cuda) fn add_rms_norm_args(
-        &self,
-        step: &Step,
-        MatrixRef(y): MatrixRef,
-        MatrixMut(residual): MatrixMut,
-        weight_len: usize,
-        eps: f32,
-        MatrixMut(out): MatrixMut,
-    ) -> Result<ffi::aril_add_rms_norm_args, LaunchError> {
-        let shapes = (y.shape("y")?, residual.shape("residual")?, out.shape("out")?);
-        self.contract.check_add_rms_norm(step.shape(), shapes.0, shapes.1, weight_len, shapes.2)?;
-        let layer = self.launch_args(step, None, Some(y))?;
-        let ((residual, residual_stride), (out, out_stride)) = (residual.place(), out.place());
-        OperandError::within("the batch's tiles", self.max_tiles(&step.batch), MAX_NORM_TILES)?;
-        let weight = std::ptr::null();
-        Ok(ffi::aril_add_rms_norm_args { layer, weight, eps, residual, residual_stride, out, out_stride })
-    }
-
-    pub(in crate::cuda) unsafe fn launch_add_rms_norm(
-        &self,
-        args: &ffi::aril_add_rms_norm_args,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(ffi::aril_add_rms_norm, args, args.layer.num_tokens, stream.as_raw()) }
     }
 
     /// The most tiles of a batch, of the size that the layer works on.

@@ -171,7 +171,6 @@ impl<'a> Adapted<'a> {
         for (want, got) in [(after as Mode, mode), (alone, plain)] {
             want(self, 0)?;
             let expected = tokens.iter().map(|&token| self.layer.expected_row(token)).collect::<Result<Vec<_>>>()?;
-            self.layer.reset_residual()?;
             self.capture(1, got)?.replay()?;
             let rows = tokens.iter().map(|&token| self.layer.consumed_row(token)).collect::<Result<Vec<_>>>()?;
             let difference = difference(&rows.concat(), expected.into_iter().flatten());
