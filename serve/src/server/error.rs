@@ -68,15 +68,20 @@ impl ApiError {
     pub(crate) fn of_file(error: &io::Error, message: impl Into<String>) -> Self {
         /// No file descriptors are left, to the process or to the system.
         const EXHAUSTED: [Option<i32>; 2] = [Some(24), Some(23)];
+        /// Links lead round in a circle.
+        const LOOP: Option<i32> = Some(40);
 
         match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Self::not_found(message),
             io::ErrorKind::PermissionDenied => Self::new(StatusCode::FORBIDDEN, "PermissionDeniedError", message),
             io::ErrorKind::OutOfMemory => Self::unavailable(message),
             _ if EXHAUSTED.contains(&error.raw_os_error()) => Self::unavailable(message),
-            io::ErrorKind::InvalidInput | io::ErrorKind::InvalidFilename | io::ErrorKind::Other => {
-                Self::bad_request(message)
-            }
+            _ if error.raw_os_error() == LOOP => Self::bad_request(message),
+            // What is in the file, or its name.
+            io::ErrorKind::InvalidData
+            | io::ErrorKind::InvalidInput
+            | io::ErrorKind::InvalidFilename
+            | io::ErrorKind::Other => Self::bad_request(message),
             _ => Self::internal(message),
         }
     }

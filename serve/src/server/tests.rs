@@ -188,6 +188,8 @@ fn errors_of_files_are_of_their_kind() {
         (Error::from_raw_os_error(23), 503),
         (Error::from_raw_os_error(5), 500),
         (Error::from(ErrorKind::InvalidInput), 400),
+        (Error::from(ErrorKind::InvalidData), 400),
+        (Error::from_raw_os_error(40), 400),
     ] {
         assert_eq!(ApiError::of_file(&error, "").into_response().status(), status, "{error}");
     }
