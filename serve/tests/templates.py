@@ -354,6 +354,8 @@ Mode: {{ mode }}, {{ mode|lower|capitalize }}, {{ mode.title() }}, {{ mode | len
 {{ 'a' ~ 1 ~ none ~ true ~ 1.5 }}|{{ 'tr"ue' }}|{{ ['a"b', "it's"] }}|{{ ('a', 1) }}|{{ {} }}|{{ 'ab' * 2 }}|{{ [1] + [2] }}
 {{ v.list | tojson | length }}|{{ (v.list | string) + 'x' }}|{{ true | string }}|{{ none | string }}|{{ v.dict | string }}
 {{ v.text[:2] }}|{{ v.text[-2:] }}|{{ 'a\\nb'.splitlines() }}|{{ 'abc' | list }}|{{ range(3) | list }}|{{ 'x' if v.none else 'y' }}|{{ undefined_name is defined }}
+{{ 'pre-x'.removeprefix('pre-') }}|{{ 'x.py'.removesuffix('.py') }}|{{ 'x'.removeprefix('y') }}|{{ 'aBç'.swapcase() }}|{{ 'é'.ljust(3) }}|{{ 'é'.rjust(3, '.') }}|{{ '-7'.zfill(4) }}{{ '7'.zfill(3) }}
+{% set next = joiner('; ') %}{% for x in v.list %}{{ next() }}{{ loop.index }}{% endfor %}|{% set turn = cycler('a', 'b') %}{{ turn.next() }}{{ turn.next() }}{{ turn.next() }}
 """,
 }
 

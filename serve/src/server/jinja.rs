@@ -9,17 +9,19 @@ use jiff::{Zoned, fmt::strtime};
 use minijinja::{
     Environment, Error, ErrorKind, State, escape_formatter,
     syntax::SyntaxConfig,
-    value::{Kwargs, Value, ValueKind},
+    value::{Kwargs, Rest, Value, ValueKind, from_args},
 };
 
 /// An environment whose only template has this name and source.
 pub(super) fn environment(name: &'static str, source: &str) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_unknown_method_callback(|state, value, method, arguments| match (value.as_str(), method) {
-        (Some(text), "title") => Ok(title(text).into()),
-        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments),
+    environment.set_unknown_method_callback(|state, value, method, arguments| {
+        let of_text = value.as_str().and_then(|text| method_of_text(text, method, arguments));
+        of_text.unwrap_or_else(|| minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments))
     });
+    environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
+    environment.add_function("joiner", minijinja_contrib::globals::joiner);
     environment.set_formatter(|out, state, value| match python_float(value) {
         Some(text) => escape_formatter(out, state, &Value::from(text)),
         None => escape_formatter(out, state, value),
@@ -36,6 +38,42 @@ pub(super) fn environment(name: &'static str, source: &str) -> Result<Environmen
 
 fn invalid(message: impl Into<Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// The methods of Python's `str` that pycompat lacks, or has in another way.
+fn method_of_text(text: &str, method: &str, arguments: &[Value]) -> Option<Result<Value, Error>> {
+    let padding = |width: usize, with: Option<char>| {
+        iter::repeat_n(with.unwrap_or(' '), width.saturating_sub(text.chars().count())).collect::<String>()
+    };
+    let padded = |is_left| {
+        let (width, with) = from_args(arguments)?;
+        let padding = padding(width, with);
+        Ok(if is_left { text.to_owned() + &padding } else { padding + text })
+    };
+    let result = match method {
+        "title" => from_args(arguments).map(|()| title(text)),
+        "swapcase" => from_args(arguments).map(|()| {
+            let swapped = |char: char| match char.is_uppercase() {
+                true => char.to_lowercase().collect::<String>(),
+                false => char.to_uppercase().collect(),
+            };
+            text.chars().map(swapped).collect()
+        }),
+        "removeprefix" => {
+            from_args(arguments).map(|(prefix,): (&str,)| text.strip_prefix(prefix).unwrap_or(text).to_owned())
+        }
+        "removesuffix" => {
+            from_args(arguments).map(|(suffix,): (&str,)| text.strip_suffix(suffix).unwrap_or(text).to_owned())
+        }
+        "ljust" => padded(true),
+        "rjust" => padded(false),
+        "zfill" => from_args(arguments).map(|(width,): (usize,)| {
+            let sign = if text.starts_with(['+', '-']) { 1 } else { 0 };
+            text[..sign].to_owned() + &padding(width, Some('0')) + &text[sign..]
+        }),
+        _ => return None,
+    };
+    Some(result.map(Value::from))
 }
 
 /// Python's `str.title`: a letter behind another is in lower case, any other in upper case.
