@@ -130,7 +130,9 @@ fn text_of(part: &Value, at: &str) -> ApiResult<String> {
         return Err(refused(format!("`{at}` must be an object with a `type`.")));
     }
     let field = match part["type"].as_str() {
-        Some(field @ ("text" | "refusal")) => field,
+        // The two others are the Responses API's, which vLLM takes, too.
+        Some("text" | "input_text" | "output_text") => "text",
+        Some("refusal") => "refusal",
         Some(other) => {
             return Err(refused(format!("`{at}` is of the type `{other}`; the model reads parts of the type `text`.")));
         }
@@ -241,6 +243,10 @@ mod tests {
         assert_eq!(seen(given.clone(), Form::Text), json!({ "role": "user", "content": "one\ntwo", "name": "me" }));
         assert_eq!(seen(given.clone(), Form::Both)["content"], typed);
         assert_eq!(seen(given, Form::Parts)["content"], typed);
+        for kind in ["text", "input_text", "output_text"] {
+            let given = json!({ "role": "user", "content": [{ "type": kind, "text": "one" }] });
+            assert_eq!(seen(given, Form::Text)["content"], "one");
+        }
         let text = json!({ "role": "user", "content": "one" });
         assert_eq!(seen(text.clone(), Form::Both)["content"], "one");
         assert_eq!(seen(text, Form::Parts)["content"], json!([{ "type": "text", "text": "one" }]));
