@@ -157,7 +157,8 @@ impl Fields {
             return Ok(None);
         }
         let refused = |_| ApiError::bad_request(format!("`{name}` must be {what}, got {value}.")).of(name);
-        V::deserialize(&value).map(Some).map_err(refused)
+        // Some clients write whole numbers as floats.
+        V::deserialize(whole(&value).as_ref().unwrap_or(&value)).map(Some).map_err(refused)
     }
 
     /// The value of a switch, which is off where the request does not say.
@@ -180,6 +181,15 @@ impl Fields {
         }
         Ok(())
     }
+}
+
+/// A float that is a whole number, as such.
+fn whole(value: &Value) -> Option<Value> {
+    /// Each whole number up to it is a float.
+    const MOST: f64 = (1_u64 << 53) as f64;
+    let number = value.as_f64().filter(|number| value.is_f64() && number.fract() == 0.0 && number.abs() <= MOST)?;
+    #[expect(clippy::cast_possible_truncation, reason = "it is whole, and within the bounds of i64")]
+    Some((number as i64).into())
 }
 
 /// Whether a value is the one of this JSON.
@@ -234,6 +244,18 @@ mod tests {
         let refused = fields.take::<f32>("temperature").expect_err("it is no number");
         assert!(refused.message().starts_with("`temperature` must be a number, got \"hot\""), "{}", refused.message());
         assert_eq!(refused.json()["error"]["param"], "temperature");
+        // Whole numbers may be written as floats.
+        let take = |value: Value| {
+            let mut fields = Fields::new(Chat, Map::from_iter([("seed".to_owned(), value)]));
+            fields.take::<i64>("seed").map_err(|error| error.message().to_owned())
+        };
+        assert_eq!(
+            (take(json!(12.0)), take(json!(-1.0)), take(json!(1e15))),
+            (Ok(Some(12)), Ok(Some(-1)), Ok(Some(1_000_000_000_000_000)))
+        );
+        for other in [json!(1.5), json!(1e17), json!("1"), json!(true)] {
+            assert!(take(other.clone()).is_err_and(|message| message.ends_with(&format!("got {other}."))));
+        }
     }
 
     #[test]
