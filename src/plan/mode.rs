@@ -10,9 +10,7 @@ use super::{
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Mode {
-    /// `add_delta` after the GEMM.
-    After,
-    /// `write_delta` before the GEMM, which accumulates.
+    /// `write_delta` before the GEMM, which accumulates; or `add_delta` after one that cannot.
     First,
     /// `FusedLinear::forward` instead of the GEMM.
     Fused,
@@ -22,10 +20,9 @@ impl LinearPlan {
     /// The mode with which the layer takes least time in a batch of `num_tokens` tokens. `ranks` is the sum of the ranks of the distinct
     /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
     ///
-    /// The choice comes from measurements on an H200 in bf16, behind cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
+    /// The choice comes from measurements on an H200 in bf16, beside cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
     /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. An
-    /// expand within the operation behind the layer is not chosen, because it depends on that operation. An engine whose GEMM cannot accumulate
-    /// takes [`Mode::After`] for [`Mode::First`].
+    /// expand within the operation behind the layer is not chosen, because it depends on that operation.
     pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = ranks * (self.out_features().len() * in_features + out_features);
@@ -39,13 +36,6 @@ impl LinearPlan {
             };
             num_tokens <= fused.max_tokens() && has_base_of(base_to_factors)
         };
-        if fused.is_some_and(is_fastest_fused) {
-            Mode::Fused
-        } else if out_features > 2 * in_features {
-            // y is by far the larger operand. The GEMM reads it; `add_delta` would read and write it.
-            Mode::First
-        } else {
-            Mode::After
-        }
+        if fused.is_some_and(is_fastest_fused) { Mode::Fused } else { Mode::First }
     }
 }
