@@ -133,6 +133,9 @@ pub struct Arguments {
     /// The ranks of adapters, which change all linear layers of a layer. Prefills have the first
     #[arg(long, value_delimiter = ',', default_values_t = [16, 64])]
     pub ranks: Vec<usize>,
+    /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed alone
+    #[arg(long, conflicts_with = "out")]
+    pub max_rank: Option<usize>,
     /// Memory for keys and values. A step that needs more is left out, and named
     #[arg(long, value_name = "GIB", default_value_t = 48)]
     pub kv_gib: usize,
@@ -405,7 +408,8 @@ fn measure_model(
     }
     let described = describe(&config, Split { tp: device.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
-    let (max_batch, max_rank) = (largest(&arguments.batches), largest(&arguments.ranks));
+    let (max_batch, most) = (largest(&arguments.batches), largest(&arguments.ranks));
+    let max_rank = arguments.max_rank.unwrap_or(most).max(most);
     let max_tokens = max_batch.max(largest(&arguments.prefills));
     let slots = max_batch.max(PREFILL_SEQUENCES);
     let capacity = Capacity::tokens(max_tokens).slots(slots).rank(max_rank);
@@ -421,7 +425,7 @@ fn measure_model(
     let (pool, table) = device.pool(&described.model, capacity, pool)?;
     let model = random_model(device, &config, &described, table, max_tokens)?;
     record.print(&format!(
-        "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {max_rank} has {} MB",
+        "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {most} has {} MB",
         start.elapsed().as_secs_f64(),
         most_bytes / 1_000_000
     ));
