@@ -480,7 +480,8 @@ typedef struct aril_experts_args {
   uint64_t mailbox_bytes;  // header included; the same at all launches that share it
   float* partials;
   // Entries: num_slices that all experts share, then num_slices for each expert. A shared module
-  // has A's address if all experts have the same A, B's likewise, and rank 0 if they share nothing.
+  // has the greatest rank of the experts' modules, A's address if all experts have the same A, and
+  // B's likewise, otherwise null.
   aril_weights weights;
   aril_routing routing;
   aril_top_k top_k;

@@ -70,7 +70,7 @@ int32_t on_route_tiles(aril_experts_args args, void* stream) {
   const Kernels<T> kernels;
   const bool in_each_block = detail::fit_each_block(args.num_tokens, args.top_k);
   const detail::ExpertsGrid grid = {
-      in_each_block ? 0 : args.groups_routes, args.shrink_blocks, detail::rank_tiles(args.weights),
+      in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
       ceil_div(args.in_features, detail::kSlabFeatures), args.wide_shrink_blocks > 0};
   const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;

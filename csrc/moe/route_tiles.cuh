@@ -23,7 +23,7 @@ namespace aril::detail {
 struct ExpertsGrid {
   int first_shrink;  // blocks before those of shrink: 0 or 1
   int shrink_blocks;
-  int rank_tiles, slabs;  // of a slice
+  int slabs;             // of a slice
   bool beside_large_m;  // launched after a shrink of wide tiles, which has waited for predecessors
 };
 

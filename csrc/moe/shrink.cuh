@@ -81,7 +81,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int set = warp / ARIL_K_TILES_PER_SLAB;
   const int index = (static_cast<int>(blockIdx.x) - grid.first_shrink) * kShrinkSets + set;
-  const int items = p.num_slices * grid.rank_tiles * grid.slabs;  // of a tile
+  const int rank_tiles = sharing.rank_tiles(p);
+  if (rank_tiles == 0) return;
+  const int items = p.num_slices * rank_tiles * grid.slabs;       // of a tile
   const int stride = grid.shrink_blocks * kShrinkSets / items;    // of tiles
   const int slice = index % items % p.num_slices, item = index % items / p.num_slices;
   const int slab = item % grid.slabs, rank_tile = item / grid.slabs;
@@ -95,7 +97,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
                             slice * layout.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   // Tiles of tokens come first.
   const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
-  const bool has_experts = !p.from_tokens || !sharing.all();
+  const bool has_experts = !p.from_tokens || !sharing.all(p);
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / items >= stride) return;
   // Rows that are not aligned are loaded through L1.

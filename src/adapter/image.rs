@@ -53,7 +53,7 @@ pub struct ImageEntry {
     pub scaling: f32,
 }
 
-/// The factors of one module that all experts of a layer share.
+/// What the experts of a layer have in common, for one module: the largest rank, and the factors that all share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SharedEntry {
@@ -63,7 +63,7 @@ pub struct SharedEntry {
     pub a_elems: Option<usize>,
     /// Offset of B in the block, in elements, if B is shared.
     pub b_elems: Option<usize>,
-    /// The rank, at least 1.
+    /// The largest rank of an expert's module, at least 1.
     pub rank: usize,
 }
 
@@ -96,7 +96,7 @@ impl<'a> SlotImage<'a> {
         self.entries.push(entry);
     }
 
-    /// Adds the shared factors of a module. The experts' own entries do not depend on it.
+    /// Adds what experts have in common. Their own entries do not depend on it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
     }
@@ -153,7 +153,7 @@ impl<'a> SlotImage<'a> {
         &self.entries
     }
 
-    /// The factors that experts share. Their entries are distinct from those of [`entries`](Self::entries).
+    /// What the experts of each adapted layer have in common, for each of its modules. Their entries are distinct from those of [`entries`](Self::entries).
     pub fn shared(&self) -> &[SharedEntry] {
         &self.shared
     }

@@ -211,14 +211,15 @@ impl ExpertsSite {
 
 /// One projection (gate-up or down) of all experts on this rank.
 ///
-/// It takes `(1 + held) * num_slices` descriptor-table entries: first one per slice for the factors that all experts share, then
+/// It takes `(1 + held) * num_slices` descriptor-table entries: first one per slice for what all experts have in common, then
 /// one per slice for each local expert.
 ///
 /// - An expert's descriptor is complete: the addresses of A and B (shared or not), the rank and the scaling. Rank 0 means that the
 ///   adapter does not adapt this expert.
-/// - A shared descriptor holds the address of A if all adapted experts have the same A, likewise of B, and their rank. Rank 0 means
-///   that nothing is shared. It lets a kernel compute `A x` once per token, or `B v` once per sum over a token's routes, without
-///   reading any expert's descriptor. Its scaling is always 1; each expert's own descriptor holds the scaling.
+/// - A shared descriptor holds the largest rank of the experts' modules, by which kernels size their work: a smaller one is an error
+///   of the launch. Rank 0 means that the slot adapts no expert. It also holds the address of A if all adapted experts have the same
+///   A, and likewise of B. Such a factor lets a kernel compute `A x` once per token, or `B v` once per sum over a token's routes,
+///   without reading any expert's descriptor. Its scaling is always 1; each expert's own descriptor holds the scaling.
 #[derive(Clone, Debug)]
 pub struct ProjectionSite {
     input: Cut,
@@ -260,7 +261,7 @@ impl ProjectionSite {
         self.slices.len()
     }
 
-    /// Descriptor-table entry of the shared factors of slice 0. Those of the other slices follow.
+    /// Descriptor-table entry of what the experts have in common in slice 0. Those of the other slices follow.
     pub fn shared_entry(&self) -> usize {
         self.first_entry
     }

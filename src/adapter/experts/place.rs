@@ -68,8 +68,10 @@ impl<'a> Layer<'a, '_> {
         let shared_a: Vec<_> = shared.iter().map(|pair| Some(place_a(image, &mut first, pair.a?))).collect();
         let shared_b: Vec<_> =
             slices.iter().zip(&shared).map(|(slice, pair)| Some(place_b(image, slice, pair.b?))).collect();
-        for (i, pair) in shared.iter().enumerate() {
-            if let Some(rank) = pair.rank() {
+        for (i, slice) in slices.iter().enumerate() {
+            let ranks =
+                self.site.held().iter().filter_map(|&expert| Some(self.pairs.get(&(slice.module, expert))?.b.cols));
+            if let Some(rank) = ranks.max() {
                 image.share(projection.shared_entry() + i, rank, shared_a[i], shared_b[i]);
             }
         }
@@ -121,10 +123,4 @@ impl<'a> Layer<'a, '_> {
 struct Shared<'a> {
     a: Option<View<'a>>,
     b: Option<View<'a>>,
-}
-
-impl Shared<'_> {
-    fn rank(&self) -> Option<usize> {
-        self.a.map(|a| a.rows).or(self.b.map(|b| b.cols))
-    }
 }

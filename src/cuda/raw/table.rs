@@ -31,8 +31,8 @@ pub struct Descriptor {
 impl Descriptor {
     /// The descriptors of a slot, `[num_entries]`, for an adapter whose block is at the address `block`.
     ///
-    /// In the descriptors of factors that experts share ([`ProjectionSite`](crate::model::ProjectionSite)), a factor that is not
-    /// shared is null, and the scaling is 1.
+    /// In the descriptors of what experts have in common ([`ProjectionSite`](crate::model::ProjectionSite)), the rank is the largest of
+    /// the experts', a factor that is not shared is null, and the scaling is 1.
     ///
     /// ```
     /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};

@@ -121,11 +121,12 @@ impl<'a> ExpertsLayer<'a> {
                     let [a, b] = factors.map(at);
                     descriptors[projection.expert_entry(expert) + slice] = raw::Descriptor { a, b, rank, scaling: 1.0 };
                 }
-                if workload.adapters[slot].shared_outer {
-                    let [a, b] = factors[0].map(at);
-                    let [a, b] = if module == DOWN { [0, b] } else { [a, 0] };
-                    descriptors[projection.shared_entry() + slice] = raw::Descriptor { a, b, rank, scaling: 1.0 };
-                }
+                let [a, b] = match (workload.adapters[slot].shared_outer, factors[0].map(at)) {
+                    (true, [_, b]) if module == DOWN => [0, b],
+                    (true, [a, _]) => [a, 0],
+                    (false, _) => [0, 0],
+                };
+                descriptors[projection.shared_entry() + slice] = raw::Descriptor { a, b, rank, scaling: 1.0 };
             }
         }
         let tables = gpu.upload(&tables)?;
