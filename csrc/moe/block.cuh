@@ -24,7 +24,12 @@ template <typename T, bool kEachBlock, typename Expand>
 __device__ __forceinline__ void experts_block(const aril_experts_args& p, const ExpertsGrid& grid,
                                               unsigned char* shared, const Expand& expand) {
   __shared__ uint32_t epoch;
-  if (threadIdx.x == 0) epoch = begin_epoch(p.mailbox);
+  if (threadIdx.x == 0) {
+    epoch = next_epoch(p.mailbox);
+    // Beside the base operation in front, loads of the combine would wait behind those of weights
+    // by the kernels behind it. They start when it has waited.
+    if (p.form != ARIL_COMBINE || p.inputs_complete == 0) launch_dependents();
+  }
   __syncthreads();
   const auto clear_stale = [&] { clear_stale_words(p.mailbox, p.mailbox_bytes, epoch); };
   const int index = static_cast<int>(blockIdx.x) - grid.first_shrink;

@@ -166,6 +166,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         has_any = has_any || adapted != 0;
         if (adds_y) {
           wait_for_predecessors();
+          launch_dependents();
           if (combines) sum = add_base<T>(p, stage, sum, here, count, out, has_out);
           continue;
         }

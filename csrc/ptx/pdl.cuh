@@ -8,8 +8,9 @@
 //   step writes them, except the routing kernel. If the engine promises that all work before the
 //   kernel in front has completed (aril_experts_args.inputs_complete), an operation on experts also
 //   reads x and the routes, past L1, and uses its mailbox.
-// - Operations call launch_dependents() at once, so that several kernels have weights in flight.
-//   The routing kernel never calls it, so every kernel of a step starts after the routing is done.
+// - Operations call launch_dependents() at once, so that several kernels have weights in flight,
+//   except the combine of experts beside the base operation in front (moe/block.cuh). The routing
+//   kernel never calls it, so every kernel of a step starts after the routing is done.
 // - In every kernel at least one block waits (is_first_block()). Then a kernel completes after all
 //   its predecessors, and whoever waits for it waits for them, too.
 //
