@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Doubles that are read when they are packed are those that are read at once.
+    /// Doubles that are read when they are packed are those that are read at once, also where a rank has the last of them alone.
     #[test]
     fn doubles_are_read_in_place() {
         let dir = tempfile::tempdir().unwrap();
@@ -240,16 +240,18 @@ mod tests {
         let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
         safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
         let mut spec = ModelSpec::new();
-        spec.linear(Linear::new("", Parallel::Replicated, 2).slice("m", 2)).unwrap();
-        let model = spec.shard(TpRank::SINGLE).unwrap();
-        let image = |adapter: &Adapter| {
-            let image = adapter.plan(&model, DType::F32).unwrap();
+        spec.linear(Linear::new("", Parallel::Column, 2).slice("m", 2)).unwrap();
+        let image = |adapter: &Adapter, rank: TpRank| {
+            let image = adapter.plan(&spec.shard(rank).unwrap(), DType::F32).unwrap();
             let mut block = vec![0; image.bytes()];
             image.write_to(&mut block).unwrap();
             block
         };
         let (_, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
-        assert_eq!(image(&parsed.adapter), image(&Adapter::open(dir.path()).unwrap()));
+        let at_once = Adapter::open(dir.path()).unwrap();
+        for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
+            assert_eq!(image(&parsed.adapter, rank), image(&at_once, rank));
+        }
     }
 
     /// However many directories there are, few of them stay parsed, and the others are parsed again.
