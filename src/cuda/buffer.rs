@@ -190,7 +190,7 @@ impl Queue {
         from: impl Into<View<'a, T>>,
         to: impl Into<ViewMut<'a, T>>,
     ) -> Result<(), LaunchError> {
-        let (from, mut to) = (from.into(), to.into());
+        let (mut from, mut to) = (from.into(), to.into());
         check_len(from.len(), to.len())?;
         from.check_queue("from", self)?;
         to.check_queue("to", self)?;
@@ -373,8 +373,20 @@ impl<T> ViewMut<'_, T> {
     }
 }
 
+/// Device memory that operations use.
+pub(super) trait Memory {
+    /// Rejects memory of another context or, of a buffer, of another stream. In a captured step, also rejects borrowed memory.
+    fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError>;
+
+    /// The memory that a captured step must keep alive.
+    fn kept(&self) -> Option<Kept>;
+
+    /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
+    fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>);
+}
+
 macro_rules! view {
-    ($view:ident, $device_ptr:ident $(, $mut:tt)?) => {
+    ($view:ident) => {
         impl<T: Send + Sync + 'static> $view<'_, T> {
             /// Number of elements.
             pub(super) fn len(&self) -> usize {
@@ -391,26 +403,32 @@ macro_rules! view {
                     Source::Kept(part, _) => queue.check(operand, part.memory.queue()),
                 }
             }
+        }
+    };
+}
 
-            /// Like `check_queue`. In a captured step, also rejects borrowed memory.
-            pub(super) fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
+view!(View);
+view!(ViewMut);
+
+macro_rules! memory {
+    ($view:ty, $device_ptr:ident, $($borrow:tt)+) => {
+        impl<T: Send + Sync + 'static> Memory for $view {
+            fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
                 match &self.0 {
                     Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
                     _ => self.check_queue(operand, step.queue()),
                 }
             }
 
-            /// The memory that a captured step must keep alive.
-            pub(super) fn kept(&self) -> Option<Kept> {
+            fn kept(&self) -> Option<Kept> {
                 match &self.0 {
                     Source::Borrowed(_) => None,
                     Source::Kept(part, _) => Some(Arc::clone(&part.memory) as Kept),
                 }
             }
 
-            /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
-            pub(super) fn on<'s>(&'s $($mut)? self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
-                match & $($mut)? self.0 {
+            fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
+                match $($borrow)+ self.0 {
                     Source::Borrowed(view) => {
                         let (ptr, guard) = view.$device_ptr(queue.stream());
                         (ptr, Some(guard))
@@ -422,5 +440,6 @@ macro_rules! view {
     };
 }
 
-view!(View, device_ptr);
-view!(ViewMut, device_ptr_mut, mut);
+memory!(View<'_, T>, device_ptr, &);
+memory!(&View<'_, T>, device_ptr, &);
+memory!(ViewMut<'_, T>, device_ptr_mut, &mut);

@@ -233,16 +233,16 @@ struct KeptStep;
 /// Launching on raw addresses is unsafe.
 ///
 /// ```no_run
-/// # use aril::cuda::{LaunchError, raw::*};
+/// # use aril::cuda::{LaunchError, LoraLinear, raw::*};
 /// # fn run(layer: &LoraLinear, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
-/// unsafe { layer.add_delta(step, x, y) }
+/// unsafe { layer.add_delta_raw(step, x, y) }
 /// # }
 /// ```
 ///
 /// ```compile_fail,E0133
-/// # use aril::cuda::{LaunchError, raw::*};
+/// # use aril::cuda::{LaunchError, LoraLinear, raw::*};
 /// # fn run(layer: &LoraLinear, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
-/// layer.add_delta(step, x, y)
+/// layer.add_delta_raw(step, x, y)
 /// # }
 /// ```
 struct RawWithoutUnsafe;

@@ -2,9 +2,9 @@
 
 use std::ffi::c_void;
 
-use super::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, raw};
+use super::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, buffer::Memory, raw};
 use crate::{
-    Element, ffi,
+    Element,
     model::{LinearId, MAX_SLICES},
     plan::ForwardPlan,
 };
@@ -63,8 +63,8 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         let queue = weights.queue();
         let _entered = queue.enter()?;
         let slices: Vec<_> = slices.into_iter().collect();
-        slices.iter().try_for_each(|w| w.check_queue("W", queue))?;
-        let addressed: Vec<_> = slices.iter().map(|w| w.at(w.on(queue).0)).collect();
+        slices.iter().try_for_each(|w| w.view().check_queue("W", queue))?;
+        let addressed: Vec<_> = slices.iter().map(|w| w.at(w.view().on(queue).0)).collect();
         let (kernels, model) = (queue.kernels(), weights.model());
         let raw = raw::FusedLinear::new(kernels, model, id, weights.dtype(), weights.capacity(), &addressed)?;
         wait_for(queue)?;
@@ -81,7 +81,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         bias.check_queue("bias", &self.queue)?;
         let queue = self.queue.clone();
         let _entered = queue.enter()?;
-        let address = bias.on(&queue).0;
+        let address = (&bias).on(&queue).0;
         wait_for(&queue)?;
         Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), ..self })
     }
@@ -100,7 +100,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than
     /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Nothing was enqueued.
     pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(false, step, &x, y)
+        self.enqueue(false, step, x, y)
     }
 
     /// Like [`forward`](Self::forward), but adds to `y`.
@@ -108,37 +108,32 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// # Errors
     /// As for `forward`.
     pub fn accumulate(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(true, step, &x, y)
+        self.enqueue(true, step, x, y)
     }
 
     fn enqueue(
         &self,
         accumulates: bool,
         step: &mut Step<'_>,
-        x: &Matrix<'_, T>,
+        mut x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        let args = self.raw.args(&step.raw(), x.shape(), y.shape())?;
-        x.check(step)?;
-        y.check(step)?;
-        self.slices.iter().try_for_each(|w| w.check_as("W", step))?;
-        self.bias.as_ref().map_or(Ok(()), |bias| bias.check("bias", step))?;
-        let _entered = step.enter()?;
-        let kept = [x.kept(), y.kept(), self.bias.as_ref().and_then(View::kept)];
-        step.keep(kept.into_iter().chain(self.slices.iter().map(Matrix::kept)));
-        let queue = step.queue();
-        let (x, _x_guard) = x.on(queue);
-        raw::FusedLinear::check_x(x)?;
-        let (y, _y_guard) = y.on(queue);
-        // The raw layer holds the addresses of W and the bias.
-        let _w_guards: [_; MAX_SLICES] = std::array::from_fn(|slice| self.slices.get(slice).map(|w| w.on(queue)));
-        let _bias_guard = self.bias.as_ref().map(|bias| bias.on(queue));
-        let (x, y) = (x as *const c_void, y as *mut c_void);
-        let args = ffi::aril_forward_args { x, y, accumulates: accumulates.into(), ..args };
-        // SAFETY: every operand is large enough and in the queue's context (checked). The step's table, routing and workspace, and
-        // buffers, belong to the queue; guards order the other operands. W and the bias were written before the layer was created, and
-        // their borrow keeps anybody from writing them. Graphs keep their operands alive.
-        unsafe { self.raw.launch(&args, queue.raw()) }
+        let mut args = self.raw.args(&step.raw(), x.shape(), y.shape())?;
+        args.accumulates = accumulates.into();
+        let mut slices: [_; MAX_SLICES] = std::array::from_fn(|slice| self.slices.get(slice).map(Matrix::view));
+        let mut bias = self.bias.as_ref();
+        let slices = slices.iter_mut().map(|w| w.as_mut().map(|w| ("W", w as &mut dyn Memory)));
+        let bias = bias.as_mut().map(|bias| ("bias", bias as &mut dyn Memory));
+        let mut operands = [x.operand(), y.operand(), bias].into_iter().chain(slices);
+        let operands: [_; 3 + MAX_SLICES] = std::array::from_fn(|_| operands.next().flatten());
+        // The raw layer has the addresses of W and the bias.
+        step.check(operands)?.enqueue(|[x, y, ..], stream| {
+            raw::FusedLinear::check_x(x)?;
+            (args.x, args.y) = (x as *const c_void, y as *mut c_void);
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. W and the bias were written before the
+            // layer was created, and their borrow keeps anybody from writing them.
+            unsafe { self.raw.launch(&args, stream) }
+        })
     }
 }
 

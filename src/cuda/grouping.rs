@@ -64,20 +64,19 @@ impl Grouping {
     pub fn update<'g, 's>(
         &'g mut self,
         step: &mut Step<'s>,
-        top_k: TopK<'g>,
+        mut top_k: TopK<'g>,
     ) -> Result<GroupedRoutes<'g, 's>, LaunchError> {
         step.queue().check("the grouping", self.memory.region.queue())?;
         top_k.check_tokens(step.num_tokens())?;
-        top_k.check_step(step)?;
-        let _entered = step.enter()?;
-        step.keep(top_k.kept().into_iter().chain([Some(self.memory.clone() as Kept)]));
+        let (batch, of_step) = (step.batch(), top_k.at([0; 3]));
+        let operands = step.check(top_k.operands())?;
+        step.keep([Some(self.memory.clone() as Kept)]);
         step.keep_groups(&self.memory);
-        let raw = {
-            let (top_k, _guards) = top_k.on(step.queue());
-            // SAFETY: the operands have a value for each route, and guards order their uses. The memory and the batch belong to the
-            // queue. Graphs keep their operands alive.
-            unsafe { self.raw.group(step.batch(), top_k, step.queue().raw()) }?
-        };
+        let raw = operands.enqueue(|[ids, weights, rows], stream| {
+            // SAFETY: the operands have a value for each route, and are as `Checked::enqueue` says. The memory belongs to the queue, and
+            // graphs keep it alive.
+            unsafe { self.raw.group(batch, raw::TopK { ids, weights, rows, ..of_step }, stream) }
+        })?;
         let groups = &*self.memory;
         Ok(GroupedRoutes { raw, top_k, groups, replays: groups.replays(), step: PhantomData })
     }

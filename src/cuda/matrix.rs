@@ -1,6 +1,4 @@
-use cudarc::driver::SyncOnDrop;
-
-use super::{LaunchError, Queue, Step, View, ViewMut, raw, region::Kept};
+use super::{View, ViewMut, raw, step::Operand};
 use crate::{Element, error::OperandError, extent::Extent};
 
 /// A row-major input matrix in device memory.
@@ -18,7 +16,7 @@ pub struct MatrixMut<'a, T> {
 }
 
 macro_rules! matrix {
-    ($matrix:ident, $view:ident, $raw:ident, $operand:literal $(, $mut:tt)?) => {
+    ($matrix:ident, $view:ident, $raw:ident, $operand:literal) => {
         impl<'a, T: Element> $matrix<'a, T> {
             /// A matrix of contiguous rows.
             ///
@@ -54,33 +52,24 @@ macro_rules! matrix {
                 raw::$raw::new::<T>(address, rows, cols).row_stride(row_stride)
             }
 
-            pub(super) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
-                self.check_as($operand, step)
+            /// The matrix as an operand, which errors name `x` or `y`.
+            pub(super) fn operand(&mut self) -> Option<Operand<'_>> {
+                self.operand_as($operand)
             }
 
-            /// Like `check`. Errors name the matrix `operand`.
-            pub(super) fn check_as(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
-                self.view.check(operand, step)
-            }
-
-            pub(super) fn kept(&self) -> Option<Kept> {
-                self.view.kept()
-            }
-
-            /// The address, after making the queue's stream wait for other uses of the memory.
-            pub(super) fn on<'s>(&'s $($mut)? self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
-                self.view.on(queue)
+            pub(super) fn operand_as(&mut self, name: &'static str) -> Option<Operand<'_>> {
+                Some((name, &mut self.view))
             }
         }
     };
 }
 
 matrix!(Matrix, View, MatrixRef, "x");
-matrix!(MatrixMut, ViewMut, MatrixMut, "y", mut);
+matrix!(MatrixMut, ViewMut, MatrixMut, "y");
 
-impl<T: Element> Matrix<'_, T> {
-    /// Refuses memory of another context or, of a buffer, of another stream.
-    pub(super) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
-        self.view.check_queue(operand, queue)
+impl<'a, T: Element> Matrix<'a, T> {
+    /// Where the elements are.
+    pub(super) fn view(&self) -> &View<'a, T> {
+        &self.view
     }
 }

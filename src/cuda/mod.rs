@@ -1,8 +1,8 @@
 //! LoRA operations on NVIDIA GPUs.
 //!
 //! This module is the safe API: no call can access memory outside its operands, whatever its arguments and whatever the data on the
-//! device. Operands are cudarc's typed slices, or [`Buffer`]s, which captured steps keep alive. [`raw`] is the API for memory that
-//! the engine owns; the safe API is a thin layer on top of it.
+//! device. Operands are cudarc's typed slices, or [`Buffer`]s, which captured steps keep alive. Layers have the same operations for memory
+//! that the engine owns, whose names end in `_raw`. [`raw`] has the types that those take.
 //!
 //! | type | created once | per step | per layer |
 //! |---|---|---|---|
@@ -31,18 +31,15 @@ mod buffer;
 mod capturing;
 #[cfg(doctest)]
 mod doctests;
-mod embedding;
-mod experts;
 mod flip;
-mod fully_sharded;
 mod fused_linear;
 mod graph;
 mod grouping;
 mod host;
 mod host_arena;
 mod kernels;
-mod linear;
 mod matrix;
+mod operations;
 mod own_stream;
 mod parts;
 mod pinned;
@@ -61,16 +58,13 @@ mod workspace;
 
 pub use self::{
     buffer::{Buffer, PinnedBuffer, View, ViewMut},
-    embedding::LoraEmbedding,
-    experts::LoraExperts,
-    fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     graph::Graph,
     grouping::{GroupedRoutes, Grouping},
     host::{HostAdapter, HostMemory},
     kernels::{Kernels, driver_is_present},
-    linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
+    operations::{FullyShardedLinear, LoraEmbedding, LoraExperts, LoraLinear, Shrunk},
     pool::AdapterPool,
     queue::Queue,
     routing::{RoutedBatch, Routing},

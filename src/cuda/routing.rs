@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use super::{
-    LaunchError, Queue, View, raw,
+    LaunchError, Queue, View,
+    buffer::Memory,
+    raw,
     region::{Kept, Region},
 };
 use crate::{Slot, error::OperandError, plan::Capacity, routing::Batch};
@@ -93,7 +95,7 @@ impl Routing {
         token_slots: impl Into<View<'a, i32>>,
         token_scales: Option<View<'a, f32>>,
     ) -> Result<RoutedBatch<'_>, LaunchError> {
-        let token_slots = token_slots.into();
+        let (mut token_slots, mut token_scales) = (token_slots.into(), token_scales);
         let num_tokens = token_slots.len();
         self.raw.capture_batch(num_tokens)?;
         let queue = self.queue().clone();
@@ -107,7 +109,7 @@ impl Routing {
         }
         let _entered = queue.enter()?;
         let (slots, _slots_guard) = token_slots.on(&queue);
-        let (scales, _scales_guard) = token_scales.as_ref().map(|scales| scales.on(&queue)).unzip();
+        let (scales, _scales_guard) = token_scales.as_mut().map(|scales| scales.on(&queue)).unzip();
         // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         self.slots.clear();

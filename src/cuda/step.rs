@@ -7,7 +7,7 @@ use std::{
 
 use cudarc::driver::{DeviceRepr, result};
 
-use super::{LaunchError, Queue, View, ViewMut, grouping::Groups, raw, region::Kept};
+use super::{LaunchError, Queue, View, ViewMut, buffer::Memory, grouping::Groups, raw, region::Kept};
 use crate::{error::OperandError, gate::Entered};
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
@@ -81,21 +81,18 @@ impl<'a> Step<'a> {
         from: impl Into<View<'f, T>>,
         to: impl Into<ViewMut<'t, T>>,
     ) -> Result<(), LaunchError> {
-        let (from, mut to) = (from.into(), to.into());
+        let (mut from, mut to) = (from.into(), to.into());
         OperandError::within("the copy's elements", from.len(), to.len())?;
-        from.check("from", self)?;
-        to.check("to", self)?;
-        let _entered = self.enter()?;
-        self.keep([from.kept(), to.kept()]);
-        let (queue, bytes) = (&self.queue, from.len() * size_of::<T>());
+        let bytes = from.len() * size_of::<T>();
+        let operands = self.check([Some(("from", &mut from)), Some(("to", &mut to))])?;
         if bytes == 0 {
             return Ok(());
         }
-        let (source, _source_guard) = from.on(queue);
-        let (target, _target_guard) = to.on(queue);
-        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Buffers are used and
-        // freed in stream order, and kept by graphs; guards order the other operands.
-        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, queue.stream().cu_stream()) }?)
+        operands.enqueue(|[from, to], stream| {
+            // SAFETY: both have this many bytes, and are as `Checked::enqueue` says. They do not overlap, because the target is borrowed
+            // exclusively.
+            Ok(unsafe { result::memcpy_dtod_async(to, from, bytes, stream.as_raw().cast()) }?)
+        })
     }
 
     /// The step in the raw API, for further operations there. A captured step does not keep their operands alive. Those of another step
@@ -107,6 +104,15 @@ impl<'a> Step<'a> {
     /// Whether the step is being captured.
     pub fn is_captured(&self) -> bool {
         self.recorded.is_some()
+    }
+
+    /// Rejects operands of another context, buffers of another stream, and in a captured step borrowed memory. Then [enters](Self::enter).
+    pub(super) fn check<'o, const N: usize>(
+        &self,
+        operands: [Option<Operand<'o>>; N],
+    ) -> Result<Checked<'_, 'o, N>, LaunchError> {
+        operands.iter().flatten().try_for_each(|(name, memory)| memory.check(name, self))?;
+        Ok(Checked { _entered: self.enter()?, step: self, operands })
     }
 
     /// Makes the context current on this thread. Rejects a stream that is captured by anything but this step.
@@ -137,5 +143,35 @@ impl<'a> Step<'a> {
     /// The batch of the step.
     pub(super) fn batch(&self) -> raw::RoutedBatch {
         self.raw.batch
+    }
+}
+
+/// An operand's name in errors, and its memory.
+pub(super) type Operand<'o> = (&'static str, &'o mut dyn Memory);
+
+/// Operands that a step may use.
+#[must_use = "nothing is enqueued"]
+pub(super) struct Checked<'s, 'o, const N: usize> {
+    operands: [Option<Operand<'o>>; N],
+    step: &'s Step<'s>,
+    _entered: Option<Entered<'s>>,
+}
+
+impl<const N: usize> Checked<'_, '_, N> {
+    /// Calls `launch` with the addresses of the operands, 0 for one that is absent, and with the step's stream, to enqueue work on that
+    /// stream.
+    ///
+    /// The stream's context is current on this thread. Until the work has run, and for a captured step as long as its graph lives, the
+    /// operands are memory of that context, of as many elements as their views have, and the stream orders their uses: those of buffers
+    /// because they belong to the queue, those of other memory by cudarc's events. The step's table, routing and workspace belong to the
+    /// queue, too.
+    pub(super) fn enqueue<R>(
+        mut self,
+        launch: impl FnOnce([u64; N], raw::Stream) -> Result<R, LaunchError>,
+    ) -> Result<R, LaunchError> {
+        let queue = &self.step.queue;
+        self.step.keep(self.operands.iter().map(|operand| operand.as_ref().and_then(|(_, memory)| memory.kept())));
+        let placed = self.operands.each_mut().map(|operand| operand.as_mut().map(|(_, memory)| memory.on(queue)));
+        launch(placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address)), queue.raw())
     }
 }

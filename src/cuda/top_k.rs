@@ -1,6 +1,4 @@
-use cudarc::driver::SyncOnDrop;
-
-use super::{LaunchError, Queue, Step, View, raw, region::Kept};
+use super::{View, buffer::Memory, raw, step::Operand};
 use crate::{contract, error::OperandError, routing::Weighed};
 
 /// A router's choice for a step, in device memory. See [`routing::TopK`](crate::routing::TopK).
@@ -81,25 +79,18 @@ impl<'a> TopK<'a> {
         contract::experts::check_tokens(self.num_tokens(), want)
     }
 
-    /// Rejects operands of another context or, for buffers, of another stream. A captured step also rejects borrowed operands.
-    pub(super) fn check_step(&self, step: &Step<'_>) -> Result<(), LaunchError> {
-        self.ids.check("ids", step)?;
-        self.weights.as_ref().map_or(Ok(()), |view| view.check("weights", step))?;
-        self.rows.as_ref().map_or(Ok(()), |view| view.check("rows", step))
+    /// The ids, the weights and the rows.
+    pub(super) fn operands(&mut self) -> [Option<Operand<'_>>; 3] {
+        [
+            Some(("ids", &mut self.ids)),
+            self.weights.as_mut().map(|view| ("weights", view as &mut dyn Memory)),
+            self.rows.as_mut().map(|view| ("rows", view as &mut dyn Memory)),
+        ]
     }
 
-    pub(super) fn kept(&self) -> [Option<Kept>; 3] {
-        let [weights, rows] = [self.weights.as_ref().and_then(View::kept), self.rows.as_ref().and_then(View::kept)];
-        [self.ids.kept(), weights, rows]
-    }
-
-    /// Makes the queue's stream wait for writes to the operands. Drop the guards after the launch is enqueued.
-    pub(super) fn on<'s>(&'s self, queue: &'s Queue) -> (raw::TopK, [Option<SyncOnDrop<'s>>; 3]) {
-        let (ids, ids_guard) = self.ids.on(queue);
-        let (weights, weights_guard) = self.weights.as_ref().map(|view| view.on(queue)).unzip();
-        let (rows, rows_guard) = self.rows.as_ref().map(|view| view.on(queue)).unzip();
-        let raw =
-            raw::TopK::new(ids, self.top_k).weights(weights.unwrap_or(0)).rows(rows.unwrap_or(0)).scaled(self.factor);
-        (raw::TopK { weighed: self.weighed, ..raw }, [ids_guard, weights_guard.flatten(), rows_guard.flatten()])
+    /// The choice in the raw API, at these addresses of the [`operands`](Self::operands).
+    pub(super) fn at(&self, [ids, weights, rows]: [u64; 3]) -> raw::TopK {
+        let &Self { top_k, weighed, factor, .. } = self;
+        raw::TopK { ids, weights, rows, top_k, weighed, factor }
     }
 }

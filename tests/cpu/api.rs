@@ -107,7 +107,7 @@ mod cuda {
     #[test]
     fn types_may_be_shared_between_threads() {
         super::shared::<(Kernels, Queue, LoraLinear, LoraEmbedding, LoraExperts, FusedLinear<'_, f32>)>();
-        super::shared::<(FullyShardedLinear, raw::FullyShardedLinear)>();
+        super::shared::<(FullyShardedLinear, raw::FusedLinear, raw::TopK)>();
         super::shared::<(WeightTable, Reservation, Filled, Staging)>();
         super::shared::<(Shrunk<'_, '_>, Routing, RoutedBatch<'_>, Workspace, Step<'_>)>();
         super::shared::<(Grouping, GroupedRoutes<'_, '_>, TopK<'_>)>();
@@ -119,8 +119,7 @@ mod cuda {
             Matrix<'_, f32>,
             MatrixMut<'_, f32>,
         )>();
-        super::shared::<(raw::LoraLinear, raw::LoraEmbedding, raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
-        super::shared::<(raw::FusedLinear, raw::LoraExperts, raw::TopK)>();
+        super::shared::<(raw::Stream, raw::DeviceRegion, raw::Descriptor)>();
         super::shared::<(raw::Routing, raw::Grouping, raw::GroupedRoutes)>();
         super::shared::<(raw::MatrixRef, raw::MatrixMut, raw::Table, raw::Step, raw::RoutedBatch)>();
         super::error::<LaunchError>();

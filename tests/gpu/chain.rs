@@ -6,7 +6,7 @@ use std::sync::Arc;
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    cuda::{WeightTable, Workspace, raw},
+    cuda::{LoraEmbedding, LoraLinear, WeightTable, Workspace, raw},
     model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
@@ -75,9 +75,9 @@ impl Stack {
         Self { gpu, capacity, model, layers: ids, embedding, weights }
     }
 
-    pub fn raw_layer(&self, layer: usize) -> raw::LoraLinear {
+    pub fn raw_layer(&self, layer: usize) -> LoraLinear {
         let id = self.layers[layer].0;
-        raw::LoraLinear::new(&self.gpu.kernels, &self.model, id, DType::BF16, self.capacity).unwrap()
+        LoraLinear::for_model(&self.gpu.kernels, &self.model, id, DType::BF16, self.capacity).unwrap()
     }
 
     /// Workspace for any of the layers.
@@ -114,7 +114,7 @@ impl Stack {
         let y = raw::MatrixMut::new::<bf16>(y, tokens, out_features);
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
         // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-        unsafe { self.raw_layer(layer).add_delta(&step, x, y) }.unwrap();
+        unsafe { self.raw_layer(layer).add_delta_raw(&step, x, y) }.unwrap();
     }
 
     /// The shrink of a layer's deltas.
@@ -122,18 +122,18 @@ impl Stack {
         let x = raw::MatrixRef::new::<bf16>(x, tokens, self.layers[layer].1);
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
         // SAFETY: as above.
-        unsafe { self.raw_layer(layer).shrink(&step, x) }.unwrap();
+        unsafe { self.raw_layer(layer).shrink_raw(&step, x) }.unwrap();
     }
 
     /// Adds the deltas of the embedding, which no adapter has: a launch without work.
     fn launch_embedding(&self, ids: u64, y: u64, tokens: usize, batch: raw::RoutedBatch, workspace: raw::Workspace) {
         let (id, hidden) = self.embedding;
         let kernels = &self.gpu.kernels;
-        let embedding = raw::LoraEmbedding::new(kernels, &self.model, id, DType::BF16, self.capacity).unwrap();
+        let embedding = LoraEmbedding::for_model(kernels, &self.model, id, DType::BF16, self.capacity).unwrap();
         let y = raw::MatrixMut::new::<bf16>(y, tokens, hidden);
         let step = raw::Step::new(self.weights.raw(), batch, workspace, self.gpu.raw_stream());
         // SAFETY: as above.
-        unsafe { embedding.add_delta(&step, ids, y) }.unwrap();
+        unsafe { embedding.add_delta_raw(&step, ids, y) }.unwrap();
     }
 }
 

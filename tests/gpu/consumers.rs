@@ -76,7 +76,7 @@ impl Subject<Consumed> for Raw<'_> {
         let grown = |place: Place| Place { rows: tokens, ..place };
         let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix::<T>(&y, grown(case.y())));
         let out_matrix = raw_matrix_mut::<T>(&out, grown(case.out()));
-        let linear = raw::LoraLinear::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
+        let linear = LoraLinear::for_model(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         let bytes = linear.plan().workspace_bytes();
         let buffers = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
         let [mailbox, partials] = buffers.each_ref().map(Buffer::region);
@@ -85,9 +85,9 @@ impl Subject<Consumed> for Raw<'_> {
         let step = raw::Step::new(weights, batch, workspace, stream);
         let launch = || {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-            unsafe { linear.shrink(&step, x_matrix) }.unwrap();
+            unsafe { linear.shrink_raw(&step, x_matrix) }.unwrap();
             // SAFETY: as above.
-            unsafe { linear.silu_mul(&step, y_matrix, out_matrix) }.unwrap();
+            unsafe { linear.silu_mul_raw(&step, y_matrix, out_matrix) }.unwrap();
         };
         if self.captured {
             gpu.capture(launch).replay();

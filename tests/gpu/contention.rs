@@ -14,7 +14,7 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    cuda::{WeightTable, Workspace, raw},
+    cuda::{LoraLinear, WeightTable, Workspace, raw},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
@@ -82,7 +82,7 @@ const LAUNCHES: usize = 3;
 /// Successive batches on one layer and stream. Each is routed on the device, and each launch has a separate y.
 struct Steps<'a> {
     gpu: &'a Gpu,
-    layer: raw::LoraLinear,
+    layer: LoraLinear,
     table: raw::Table,
     routing: raw::Routing,
     _routing_memory: Buffer,
@@ -115,7 +115,7 @@ impl<'a> Steps<'a> {
         let routing_memory = gpu.without_indices(raw::Routing::device_bytes(CAPACITY).unwrap());
         let steps = Self {
             gpu,
-            layer: raw::LoraLinear::new(&gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap(),
+            layer: LoraLinear::for_model(&gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap(),
             table: layers.weights.raw(),
             // SAFETY: the memory lives as long as the routing and is used on one stream.
             routing: unsafe { raw::Routing::new(&gpu.kernels, CAPACITY, 1, routing_memory.region()) }.unwrap(),
@@ -135,7 +135,7 @@ impl<'a> Steps<'a> {
     /// Workspace for any of the layers.
     fn workspace(&self, layers: &Layers) -> Workspace {
         let bytes = layers.ids.map(|id| {
-            let layer = raw::LoraLinear::new(&self.gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap();
+            let layer = LoraLinear::for_model(&self.gpu.kernels, &layers.model, id, DType::BF16, CAPACITY).unwrap();
             layer.plan().workspace_bytes()
         });
         Workspace::with_bytes(&self.gpu.queue, bytes[0].max(bytes[1])).unwrap()
@@ -161,12 +161,12 @@ impl<'a> Steps<'a> {
         let step = raw::Step::new(self.table, batch, workspace, self.gpu.raw_stream());
         if launch + 1 < LAUNCHES {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-            unsafe { self.layer.add_delta(&step, x, y) }.unwrap();
+            unsafe { self.layer.add_delta_raw(&step, x, y) }.unwrap();
         } else {
             // SAFETY: as above.
-            unsafe { self.layer.shrink(&step, x) }.unwrap();
+            unsafe { self.layer.shrink_raw(&step, x) }.unwrap();
             // SAFETY: as above.
-            unsafe { self.layer.expand(&step, y) }.unwrap();
+            unsafe { self.layer.expand_raw(&step, y) }.unwrap();
         }
     }
 

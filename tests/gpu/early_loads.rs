@@ -1,7 +1,10 @@
 //! Kernels load the routing and the adapters' descriptors before they wait for earlier kernels (csrc/ptx/pdl.cuh). In these tests each
 //! step has other ones at the same addresses, which a slow kernel of one block writes.
 
-use aril::{DType, cuda::raw};
+use aril::{
+    DType,
+    cuda::{LoraLinear, raw},
+};
 use cudarc::{
     driver::{CudaFunction, LaunchConfig, PushKernelArg, sys},
     nvrtc::Ptx,
@@ -160,7 +163,7 @@ struct Steps<'a> {
     gpu: &'a Gpu,
     written: Written,
     tokens: usize,
-    layer: raw::LoraLinear,
+    layer: LoraLinear,
     table: raw::Table,
     descriptors: Buffer,
     _adapters: PoisonedTable,
@@ -184,7 +187,7 @@ impl<'a> Steps<'a> {
         let world: World<bf16> = case.world();
         let capacity = world.capacity(tokens);
         let Site::Linear(id) = world.id else { panic!("the case is a linear layer") };
-        let layer = raw::LoraLinear::new(&gpu.kernels, &world.model, id, DType::BF16, capacity).unwrap();
+        let layer = LoraLinear::for_model(&gpu.kernels, &world.model, id, DType::BF16, capacity).unwrap();
         let adapters = PoisonedTable::new(gpu, &world, capacity.num_slots);
         let descriptors = gpu.upload(&adapters.descriptors());
         let (slots_of_table, entries) = (capacity.num_slots, world.model.num_entries());
@@ -266,7 +269,7 @@ impl<'a> Steps<'a> {
             let x = raw::MatrixRef::new::<bf16>(at(&self.x, IN), self.tokens, IN);
             let y = raw::MatrixMut::new::<bf16>(at(&self.y, OUTS), self.tokens, OUTS);
             // SAFETY: the operands live until the stream is synchronized.
-            unsafe { self.layer.write_delta(&step, x, y) }.unwrap();
+            unsafe { self.layer.write_delta_raw(&step, x, y) }.unwrap();
         }
     }
 

@@ -173,23 +173,23 @@ impl Operands {
         Self { op, x, y, target }
     }
 
-    pub fn launch(self, layer: &raw::LoraExperts, step: &raw::Step, routes: &mut raw::GroupedRoutes) {
+    pub fn launch(self, layer: &LoraExperts, step: &raw::Step, routes: &mut raw::GroupedRoutes) {
         let Self { op, x, y, target } = self;
         let launched = match op {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-            Op::AddGateUp => unsafe { layer.add_gate_up_delta(step, routes, x, target) },
+            Op::AddGateUp => unsafe { layer.add_gate_up_delta_raw(step, routes, x, target) },
             // SAFETY: as above.
-            Op::WriteGateUp => unsafe { layer.write_gate_up_delta(step, routes, x, target) },
+            Op::WriteGateUp => unsafe { layer.write_gate_up_delta_raw(step, routes, x, target) },
             // SAFETY: as above.
-            Op::Activate(act) => unsafe { layer.activate(step, routes, x, y, target, act.activation()) },
+            Op::Activate(act) => unsafe { layer.activate_raw(step, routes, x, y, target, act.activation()) },
             // SAFETY: as above.
-            Op::AddDown => unsafe { layer.add_down_delta(step, routes, x, target) },
+            Op::AddDown => unsafe { layer.add_down_delta_raw(step, routes, x, target) },
             // SAFETY: as above.
-            Op::WriteDown => unsafe { layer.write_down_delta(step, routes, x, target) },
+            Op::WriteDown => unsafe { layer.write_down_delta_raw(step, routes, x, target) },
             // SAFETY: as above.
-            Op::AddCombined => unsafe { layer.add_combined_delta(step, routes, x, target) },
+            Op::AddCombined => unsafe { layer.add_combined_delta_raw(step, routes, x, target) },
             // SAFETY: as above.
-            Op::Combine => unsafe { layer.combine(step, routes, x, y, target) },
+            Op::Combine => unsafe { layer.combine_raw(step, routes, x, y, target) },
         };
         launched.unwrap();
     }
@@ -236,7 +236,7 @@ impl Subject<Moe> for Raw<'_> {
         let router = router.map(|weights| gpu.upload(&[weights, vec![1.0; padded * case.top_k]].concat()));
         let top_k = raw_top_k(case, &ids, router.as_ref(), rows.as_ref());
         let operands = Operands::new::<T>(case.op, (&x, x_at), (&y, y_at), (&target, target_at));
-        let layer = raw::LoraExperts::new(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
+        let layer = LoraExperts::for_model(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         let bytes = layer.plan().workspace_bytes();
         let [mailbox, partials] = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
         let region = raw::Workspace { mailbox: mailbox.region(), partials: partials.region() };

@@ -3,7 +3,7 @@
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{Routing, WeightTable, Workspace, raw},
+    cuda::{LoraEmbedding, LoraLinear, Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
@@ -49,8 +49,8 @@ fn a_replay_sees_what_changed() {
     let capacity = Capacity::tokens(16).slots(3).rank(32);
     let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 20).unwrap();
     let mut routing = Routing::new(queue, capacity, 2).unwrap();
-    let linear = raw::LoraLinear::new(kernels, &model, linear_id, DType::F32, capacity).unwrap();
-    let embedding = raw::LoraEmbedding::new(kernels, &model, embedding_id, DType::F32, capacity).unwrap();
+    let linear = LoraLinear::for_model(kernels, &model, linear_id, DType::F32, capacity).unwrap();
+    let embedding = LoraEmbedding::for_model(kernels, &model, embedding_id, DType::F32, capacity).unwrap();
     let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
 
     let tokens = 16;
@@ -63,9 +63,9 @@ fn a_replay_sees_what_changed() {
     let graph = gpu.capture(|| {
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
         // SAFETY: every captured operand outlives the last replay.
-        unsafe { linear.add_delta(&step, x_matrix, matrices[0]) }.unwrap();
+        unsafe { linear.add_delta_raw(&step, x_matrix, matrices[0]) }.unwrap();
         // SAFETY: as above.
-        unsafe { embedding.add_delta(&step, ids.address(), matrices[1]) }.unwrap();
+        unsafe { embedding.add_delta_raw(&step, ids.address(), matrices[1]) }.unwrap();
     });
 
     // Slots hold adapters of `rank` and `value`; each step changes some of them and routes another batch.
@@ -133,7 +133,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         let (model, Site::Linear(id)) = (&first.model, first.id) else { unreachable!() };
         let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
         let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        let linear = raw::LoraLinear::new(kernels, model, id, T::DTYPE, capacity).unwrap();
+        let linear = LoraLinear::for_model(kernels, model, id, T::DTYPE, capacity).unwrap();
         let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
         let out: usize = SLICES.iter().sum();
         let (mut x, mut y) = (gpu.poisoned(tokens * inputs * 2), gpu.poisoned(tokens * out * 2));
@@ -143,7 +143,7 @@ fn a_replay_of_16_bits_sees_what_changed() {
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
         let graph = gpu.capture(|| {
             // SAFETY: every captured operand outlives the last replay.
-            unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
+            unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) }.unwrap();
         });
         for case in &steps {
             let world = case.world::<T>();
@@ -188,7 +188,7 @@ fn routing_on_the_device_is_captured() {
         let adapter = adapter(1, value);
         weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
     }
-    let linear = raw::LoraLinear::new(kernels, &model, id, DType::F32, capacity).unwrap();
+    let linear = LoraLinear::for_model(kernels, &model, id, DType::F32, capacity).unwrap();
     let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
     let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
@@ -205,7 +205,7 @@ fn routing_on_the_device_is_captured() {
         let batch = unsafe { routing.update_on_device(slots.address(), Some(scales.address()), 4, stream) }.unwrap();
         let step = raw::Step::new(weights.raw(), batch, workspace.raw(), stream);
         // SAFETY: as above.
-        unsafe { linear.add_delta(&step, x_matrix, y_matrix) }.unwrap();
+        unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) }.unwrap();
     });
     for step in [[0, 1, -1, 9], [1, 1, 0, 0], [i32::MIN, -1, 1, i32::MAX]] {
         slots.write(&step);

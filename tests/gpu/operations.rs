@@ -218,16 +218,16 @@ impl Raw<'_> {
         let launch: Box<dyn Fn()> = match world.id {
             Site::Embedding(id) => {
                 let ids = &ids;
-                let embedding = raw::LoraEmbedding::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                let embedding = LoraEmbedding::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
                 let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
                     // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-                    unsafe { embedding.add_delta(&step, ids.address(), y_matrix) }.unwrap();
+                    unsafe { embedding.add_delta_raw(&step, ids.address(), y_matrix) }.unwrap();
                 })
             }
             Site::Linear(id) => {
-                let linear = raw::LoraLinear::new(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                let linear = LoraLinear::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let bytes = linear.plan().workspace_bytes();
                 workspace = [mailbox_of_garbage(gpu, bytes.mailbox), gpu.poisoned(bytes.partials)];
                 let [mailbox, partials] = workspace.each_ref().map(Buffer::region);
@@ -235,14 +235,14 @@ impl Raw<'_> {
                 Box::new(move || {
                     match form {
                         // SAFETY: as above.
-                        Form::Adds => unsafe { linear.add_delta(&step, x_matrix, y_matrix) },
+                        Form::Adds => unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) },
                         // SAFETY: as above.
-                        Form::Overwrites => unsafe { linear.write_delta(&step, x_matrix, y_matrix) },
+                        Form::Overwrites => unsafe { linear.write_delta_raw(&step, x_matrix, y_matrix) },
                         Form::Apart => {
                             // SAFETY: as above.
-                            unsafe { linear.shrink(&step, x_matrix) }.unwrap();
+                            unsafe { linear.shrink_raw(&step, x_matrix) }.unwrap();
                             // SAFETY: as above.
-                            unsafe { linear.expand(&step, y_matrix) }
+                            unsafe { linear.expand_raw(&step, y_matrix) }
                         }
                     }
                     .unwrap();

@@ -764,7 +764,7 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     });
     let mut routes = group(2).unwrap();
 
-    let layer = raw::LoraExperts::new(kernels, &model, id, DType::F32, table_capacity).unwrap();
+    let layer = LoraExperts::for_model(kernels, &model, id, DType::F32, table_capacity).unwrap();
     let workspace_memory = Workspace::new(&weights).unwrap();
     let workspace = workspace_memory.raw();
     let mut add = |dtype, workspace| {
@@ -772,7 +772,7 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
         let x = raw::MatrixRef::with_dtype(values.address(), dtype, 2, 4);
         let y = raw::MatrixMut::new::<f32>(target.address(), 4, 8);
         // SAFETY: as above.
-        unsafe { layer.add_gate_up_delta(&step, &mut routes, x, y) }
+        unsafe { layer.add_gate_up_delta_raw(&step, &mut routes, x, y) }
     };
     let error = add(DType::BF16, workspace).unwrap_err();
     let of_type = OperandError::DType { operand: "x", got: DType::BF16, want: DType::F32 };

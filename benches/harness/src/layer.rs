@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, iter::repeat_n, sync::Arc};
 
 use aril::{
     DType, Slot,
-    cuda::{Workspace, raw},
+    cuda::{LoraEmbedding, LoraLinear, Workspace, raw},
     model::{LinearId, Model},
     plan::{ForwardPlan, WorkspaceBytes},
     routing::Batch,
@@ -125,8 +125,8 @@ pub struct Layer<'a> {
 
 /// The operation, with the operands that only it has.
 enum Kernel {
-    Embedding { embedding: raw::LoraEmbedding, ids: Memory },
-    Linear { linear: raw::LoraLinear, id: LinearId },
+    Embedding { embedding: LoraEmbedding, ids: Memory },
+    Linear { linear: LoraLinear, id: LinearId },
 }
 
 /// Times of one operation, in µs.
@@ -219,11 +219,11 @@ impl<'a> Layer<'a> {
         match &self.kernel {
             Kernel::Embedding { embedding, ids } => {
                 // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
-                unsafe { embedding.add_delta(&step, ids.address, y) }?;
+                unsafe { embedding.add_delta_raw(&step, ids.address, y) }?;
             }
             Kernel::Linear { linear, .. } => {
                 // SAFETY: as above.
-                unsafe { linear.add_delta(&step, x, y) }?;
+                unsafe { linear.add_delta_raw(&step, x, y) }?;
             }
         }
         Ok(())
@@ -235,7 +235,7 @@ impl<'a> Layer<'a> {
         let (x, y, step) =
             (self.x(num_tokens), self.y(num_tokens), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
-        Ok(unsafe { self.linear()?.write_delta(&step, x, y) }?)
+        Ok(unsafe { self.linear()?.write_delta_raw(&step, x, y) }?)
     }
 
     /// The fused linear of the layer, with base weights `[out, in]` at that address.
@@ -270,7 +270,7 @@ impl<'a> Layer<'a> {
     pub fn shrink(&self, set: usize) -> Result<()> {
         let (x, step) = (self.x(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
         // SAFETY: as above.
-        Ok(unsafe { self.linear()?.shrink(&step, x) }?)
+        Ok(unsafe { self.linear()?.shrink_raw(&step, x) }?)
     }
 
     /// Enqueues the operation behind the layer with its expand, or alone on a batch of base tokens.
@@ -281,7 +281,7 @@ impl<'a> Layer<'a> {
         let y = raw::MatrixRef::new::<bf16>(self.stage.y.address, num_tokens, self.workload.out_features());
         let out = raw::MatrixMut::new::<bf16>(consumer.out.address, num_tokens, consumer.features);
         // SAFETY: as above.
-        Ok(unsafe { self.linear()?.silu_mul(&step, y, out) }?)
+        Ok(unsafe { self.linear()?.silu_mul_raw(&step, y, out) }?)
     }
 
     /// Whether `consume` supports the layer.
@@ -306,7 +306,7 @@ impl<'a> Layer<'a> {
         self.consumer.as_ref().ok_or_else(|| "no operation behind the layer is fused with its expand".into())
     }
 
-    fn linear(&self) -> Result<&raw::LoraLinear> {
+    fn linear(&self) -> Result<&LoraLinear> {
         match &self.kernel {
             Kernel::Embedding { .. } => Err("an embedding is one kernel".into()),
             Kernel::Linear { linear, .. } => Ok(linear),
@@ -403,14 +403,14 @@ impl Kernel {
         match workload.operation {
             Operation::Embedding => {
                 let (model, id) = workload.embedding_model()?;
-                let embedding = raw::LoraEmbedding::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let embedding = LoraEmbedding::for_model(&gpu.kernels, &model, id, DType::BF16, capacity)?;
                 let ids = (0..workload.num_tokens()).map(|token| i32::try_from(workload.token_id(token)));
                 let ids = gpu.upload(&ids.collect::<std::result::Result<Vec<_>, _>>()?)?;
                 Ok((model, Self::Embedding { embedding, ids }))
             }
             Operation::Linear => {
                 let (model, id) = workload.linear_model()?;
-                let linear = raw::LoraLinear::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+                let linear = LoraLinear::for_model(&gpu.kernels, &model, id, DType::BF16, capacity)?;
                 Ok((model, Self::Linear { linear, id }))
             }
         }

@@ -7,13 +7,13 @@ use crate::{
 };
 
 /// Converts a count.
-pub(super) fn int(value: usize) -> Result<i32, LaunchError> {
+pub(in crate::cuda) fn int(value: usize) -> Result<i32, LaunchError> {
     let max = i32::MAX as usize;
     i32::try_from(value).map_err(|_| OperandError::Capacity { what: "a count", got: value, max }.into())
 }
 
 /// Converts an element type.
-pub(super) fn dtype_code(dtype: DType) -> i32 {
+pub(in crate::cuda) fn dtype_code(dtype: DType) -> i32 {
     let ffi::aril_dtype(code) = match dtype {
         DType::BF16 => ffi::aril_dtype::ARIL_BF16,
         DType::F16 => ffi::aril_dtype::ARIL_F16,

@@ -24,7 +24,7 @@ const POLLS: i32 = 1024;
 /// up to 32 on newer ones.
 ///
 /// W is read in PyTorch's layout. A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of
-/// more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum in
+/// more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](crate::cuda::LoraLinear). They sum in
 /// another order and may differ in the last bits.
 #[derive(Clone, Debug)]
 pub struct FusedLinear {
@@ -115,7 +115,7 @@ impl FusedLinear {
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     ///
     /// # Safety
-    /// As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta). Its requirements on the adapters' weights, including their
+    /// As for [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw). Its requirements on the adapters' weights, including their
     /// order, also hold for W and the bias, because kernels fetch both before they wait for their predecessors.
     pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
         let args = self.args(step, x, y)?;

@@ -116,15 +116,15 @@ impl Grouping {
 /// stream order. All operations on the same routes must be enqueued on one stream.
 #[derive(Debug)]
 pub struct GroupedRoutes {
-    pub(super) batch: RoutedBatch,
-    pub(super) top_k: ffi::aril_top_k,
-    pub(super) weighed: Weighed,
-    pub(super) factor: f32,
-    pub(super) groups: ffi::aril_groups,
+    pub(in crate::cuda) batch: RoutedBatch,
+    pub(in crate::cuda) top_k: ffi::aril_top_k,
+    pub(in crate::cuda) weighed: Weighed,
+    pub(in crate::cuda) factor: f32,
+    pub(in crate::cuda) groups: ffi::aril_groups,
     /// Whether the routes are grouped already. If not, the next operation groups them.
-    pub(super) grouped: bool,
+    pub(in crate::cuda) grouped: bool,
     /// Whether shrink starts before the base operation in front has ended.
-    pub(super) beside_base: bool,
+    pub(in crate::cuda) beside_base: bool,
 }
 
 // SAFETY: it holds device addresses, which are plain data.

@@ -9,14 +9,14 @@ use crate::{
 
 /// A row-major input matrix in device memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct MatrixRef(pub(super) RawMatrix);
+pub struct MatrixRef(pub(in crate::cuda) RawMatrix);
 
 /// A row-major input and output matrix in device memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct MatrixMut(pub(super) RawMatrix);
+pub struct MatrixMut(pub(in crate::cuda) RawMatrix);
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct RawMatrix {
+pub(in crate::cuda) struct RawMatrix {
     ptr: u64,
     dtype: DType,
     rows: usize,
@@ -51,21 +51,21 @@ raw_matrix!(MatrixMut);
 
 impl RawMatrix {
     /// Rejects rows that overlap, or that no memory could hold.
-    pub(super) fn shape(&self, operand: &'static str) -> Result<Shape, OperandError> {
+    pub(in crate::cuda) fn shape(&self, operand: &'static str) -> Result<Shape, OperandError> {
         let addressable = isize::MAX as usize / self.dtype.bytes();
         let extent = Extent::new(operand, addressable, self.rows, self.cols, self.row_stride)?;
         Ok(Shape { dtype: self.dtype, extent })
     }
 
     /// Address and row stride.
-    pub(super) fn place(&self) -> (*mut c_void, i64) {
+    pub(in crate::cuda) fn place(&self) -> (*mut c_void, i64) {
         // The stride of a single row is unused and may have any value, which need not be aligned.
         let row_stride = if self.rows < 2 { self.cols } else { self.row_stride };
         (self.ptr as *mut c_void, i64::try_from(row_stride).unwrap_or(i64::MAX))
     }
 
     /// Rejects an address that kernels cannot read.
-    pub(super) fn check_alignment(&self, operand: &'static str, alignment: usize) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn check_alignment(&self, operand: &'static str, alignment: usize) -> Result<(), LaunchError> {
         check_alignment(operand, self.ptr, alignment)
     }
 }

@@ -43,7 +43,7 @@ pub struct DeviceRegion {
 
 impl DeviceRegion {
     /// Rejects memory that is smaller than `bytes` or not aligned for [`Arrays`].
-    pub(super) fn check_room(&self, operand: &'static str, bytes: usize) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn check_room(&self, operand: &'static str, bytes: usize) -> Result<(), LaunchError> {
         LaunchError::room(operand, self.bytes, "this capacity", bytes)?;
         let alignment = Arrays::ALIGNMENT_BYTES;
         if self.ptr.is_multiple_of(alignment as u64) {
@@ -55,7 +55,7 @@ impl DeviceRegion {
 }
 
 /// Lays out arrays in device memory, one after the other, each aligned for the kernels.
-pub(super) struct Arrays {
+pub(in crate::cuda) struct Arrays {
     start: u64,
     bytes: usize,
 }
@@ -65,19 +65,19 @@ impl Arrays {
     const ALIGNMENT_BYTES: usize = 256;
 
     /// An empty layout in memory at the address `start`.
-    pub(super) const fn at(start: u64) -> Self {
+    pub(in crate::cuda) const fn at(start: u64) -> Self {
         Self { start, bytes: 0 }
     }
 
     /// Appends an array of `len` elements and returns its address.
-    pub(super) const fn push<T>(&mut self, len: usize) -> u64 {
+    pub(in crate::cuda) const fn push<T>(&mut self, len: usize) -> u64 {
         let address = self.start + self.bytes as u64;
         self.bytes += (len * size_of::<T>()).next_multiple_of(Self::ALIGNMENT_BYTES);
         address
     }
 
     /// Size of all arrays in bytes.
-    pub(super) const fn bytes(&self) -> usize {
+    pub(in crate::cuda) const fn bytes(&self) -> usize {
         self.bytes
     }
 }

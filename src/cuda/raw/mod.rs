@@ -1,4 +1,8 @@
-//! The raw API: the same operations on memory and streams that the engine owns.
+//! The raw API: steps and operands at addresses, in memory and on streams that the engine owns.
+//!
+//! A layer's operations on them have names that end in `_raw`, such as [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw).
+//! [`LoraLinear::for_model`](crate::cuda::LoraLinear::for_model) plans a layer for a [`Table`] of the engine. [`Routing`], [`Grouping`] and
+//! [`FusedLinear`] are types of their own, because those of the safe API own or borrow the memory that these have the address of.
 //!
 //! Types that describe memory are `Copy`, have no lifetime and are safe to create, because an address is only data. The
 //! requirements are those of each launch, which is `unsafe`. For engines that do not use cudarc's slices, and for graphs of several
@@ -11,12 +15,8 @@
 #![expect(unsafe_code, reason = "launches on memory that the caller owns")]
 
 mod abi;
-mod embedding;
-mod experts;
-mod fully_sharded;
 mod fused_linear;
 mod grouping;
-mod linear;
 mod matrix;
 mod memory;
 mod routing;
@@ -24,14 +24,13 @@ mod step;
 mod table;
 mod top_k;
 
-pub(in crate::cuda) use self::experts::Form;
+pub(in crate::cuda) use self::{
+    abi::{dtype_code, int},
+    matrix::RawMatrix,
+};
 pub use self::{
-    embedding::LoraEmbedding,
-    experts::LoraExperts,
-    fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping},
-    linear::LoraLinear,
     matrix::{MatrixMut, MatrixRef},
     memory::{DeviceRegion, Stream},
     routing::{RoutedBatch, Routing},

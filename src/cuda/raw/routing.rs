@@ -221,12 +221,12 @@ impl Routing {
 /// A batch: the addresses of its grouping, and upper bounds for its counts.
 #[derive(Clone, Copy, Debug)]
 pub struct RoutedBatch {
-    pub(super) routing: ffi::aril_routing,
-    pub(super) num_tokens: usize,
-    pub(super) num_slots: usize,
-    pub(super) max_tiles: usize,
-    pub(super) max_small_tiles: usize,
-    pub(super) max_wide_tiles: usize,
+    pub(in crate::cuda) routing: ffi::aril_routing,
+    pub(in crate::cuda) num_tokens: usize,
+    pub(in crate::cuda) num_slots: usize,
+    pub(in crate::cuda) max_tiles: usize,
+    pub(in crate::cuda) max_small_tiles: usize,
+    pub(in crate::cuda) max_wide_tiles: usize,
 }
 
 // SAFETY: it holds device addresses, which are plain data.

@@ -23,7 +23,7 @@ const WORKSPACE_ALIGNMENT_BYTES: usize = 16;
 
 impl Workspace {
     /// Rejects a workspace that is too small or misaligned.
-    pub(super) fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn check(&self, needed: WorkspaceBytes) -> Result<(), LaunchError> {
         for (needed, part) in [(needed.mailbox, self.mailbox), (needed.partials, self.partials)] {
             LaunchError::room("the workspace", part.bytes, "this layer", needed)?;
             if needed > 0 && !part.ptr.is_multiple_of(WORKSPACE_ALIGNMENT_BYTES as u64) {
@@ -64,7 +64,7 @@ impl Step {
     }
 
     /// What the operations are checked against.
-    pub(super) fn shape(&self) -> StepShape {
+    pub(in crate::cuda) fn shape(&self) -> StepShape {
         self.table.step_shape(self.batch.num_tokens)
     }
 

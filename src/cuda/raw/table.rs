@@ -100,22 +100,22 @@ impl Table {
     }
 
     /// Where the descriptors are.
-    pub(super) fn address(&self) -> u64 {
+    pub(in crate::cuda) fn address(&self) -> u64 {
         self.ptr
     }
 
-    pub(super) fn max_rank(&self) -> usize {
+    pub(in crate::cuda) fn max_rank(&self) -> usize {
         self.max_rank
     }
 
     /// What steps of `num_tokens` tokens are checked against.
-    pub(super) fn step_shape(&self, num_tokens: usize) -> StepShape {
+    pub(in crate::cuda) fn step_shape(&self, num_tokens: usize) -> StepShape {
         let &Self { model, dtype, num_slots, max_rank, .. } = self;
         StepShape { model, dtype, num_slots, max_rank, num_tokens }
     }
 
     /// The descriptors from `first_entry` on.
-    pub(super) fn at(&self, first_entry: usize) -> Result<ffi::aril_weights, LaunchError> {
+    pub(in crate::cuda) fn at(&self, first_entry: usize) -> Result<ffi::aril_weights, LaunchError> {
         let offset = first_entry * size_of::<Descriptor>();
         Ok(ffi::aril_weights {
             table: (self.ptr + offset as u64) as *const ffi::aril_descriptor,

@@ -52,7 +52,11 @@ impl TopK {
     }
 
     /// Converts the choice to the C ABI, within the capacity.
-    pub(super) fn expect(&self, batch: RoutedBatch, capacity: RouteCapacity) -> Result<ffi::aril_top_k, LaunchError> {
+    pub(in crate::cuda) fn expect(
+        &self,
+        batch: RoutedBatch,
+        capacity: RouteCapacity,
+    ) -> Result<ffi::aril_top_k, LaunchError> {
         let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
         OperandError::within("the batch's tokens", batch.num_tokens, max_tokens)?;
         OperandError::within("the routes of a token", self.top_k, max_top_k)?;

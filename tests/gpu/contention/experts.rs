@@ -3,7 +3,7 @@
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    cuda::{WeightTable, Workspace, raw},
+    cuda::{LoraExperts, WeightTable, Workspace, raw},
     model::{Experts, ExpertsId, Halves, Model, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
 };
@@ -69,8 +69,8 @@ impl Layers {
         Self { gpu, model, ids, weights }
     }
 
-    fn layer(&self, gpu: &Gpu, layer: usize) -> raw::LoraExperts {
-        raw::LoraExperts::new(&gpu.kernels, &self.model, self.ids[layer], DType::BF16, CAPACITY).unwrap()
+    fn layer(&self, gpu: &Gpu, layer: usize) -> LoraExperts {
+        LoraExperts::for_model(&gpu.kernels, &self.model, self.ids[layer], DType::BF16, CAPACITY).unwrap()
     }
 }
 
@@ -123,7 +123,7 @@ impl Scratch {
 struct Steps<'a> {
     gpu: &'a Gpu,
     number: usize,
-    layer: raw::LoraExperts,
+    layer: LoraExperts,
     table: raw::Table,
     routing: raw::Routing,
     _routing_memory: Buffer,

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, marker::PhantomData};
 
 use aril::{
     Element, Slot,
-    cuda::{Routing, WeightTable, Workspace, raw},
+    cuda::{LoraExperts, Routing, WeightTable, Workspace, raw},
     model::Model,
     plan::Capacity,
     routing::Batch,
@@ -45,7 +45,7 @@ pub struct Layer<'a, T> {
     ids: Buffer,
     router: Option<Buffer>,
     rows: Option<Buffer>,
-    layer: raw::LoraExperts,
+    layer: LoraExperts,
     workspace: Workspace,
     operations: Vec<Operation>,
     of_type: PhantomData<T>,
@@ -81,7 +81,7 @@ impl<'a, T: Element> Layer<'a, T> {
         let ids = gpu.upload(&vec![0_i32; routes]);
         let router = case.half_weights.as_ref().map(|_| gpu.upload(&vec![0.0_f32; routes]));
         let rows = case.rows.as_ref().map(|_| gpu.upload(&vec![0_i32; routes]));
-        let layer = raw::LoraExperts::new(kernels, &model, id, T::DTYPE, capacity).unwrap();
+        let layer = LoraExperts::for_model(kernels, &model, id, T::DTYPE, capacity).unwrap();
         let operations = ops.iter().map(|&op| {
             let case = case.with(|layer| layer.op = op);
             let places = [case.x(), case.y(), case.target()];

@@ -5,7 +5,7 @@ use std::{cell::RefCell, collections::BTreeMap};
 
 use aril::{
     DType,
-    cuda::{Workspace, raw},
+    cuda::{LoraExperts, Workspace, raw},
     model::{Activation, Model},
     routing::Batch,
 };
@@ -85,7 +85,7 @@ struct ExpertsLayer<'a> {
     turns: Turns,
     layout: ExpertsLayout,
     model: Model,
-    experts: raw::LoraExperts,
+    experts: LoraExperts,
     /// Weights of its own, for workloads with padding.
     _weights: Option<Memory>,
     tables: Memory,
@@ -101,7 +101,7 @@ impl<'a> ExpertsLayer<'a> {
     fn new(stage: &'a Stage, workload: &'a ExpertsWorkload) -> Result<Self> {
         let (gpu, (model, id)) = (&stage.gpu, workload.model()?);
         let (turns, layout, capacity) = (workload.turns(), ExpertsLayout::new(workload), workload.capacity());
-        let experts = raw::LoraExperts::new(&gpu.kernels, &model, id, DType::BF16, capacity)?;
+        let experts = LoraExperts::for_model(&gpu.kernels, &model, id, DType::BF16, capacity)?;
         let workspace = Workspace::with_bytes(&gpu.queue()?, experts.plan().workspace_bytes())?;
 
         let own_weights = own_weights(stage, workload, &layout, turns.sets)?;
@@ -172,9 +172,9 @@ impl<'a> ExpertsLayer<'a> {
         let mut routes = self.group(i)?;
         let (step, [gate_up, down]) = (self.step(i), self.operands(&routes));
         // SAFETY: as below.
-        unsafe { self.experts.write_gate_up_delta(&step, &mut routes, gate_up.0, gate_up.1) }?;
+        unsafe { self.experts.write_gate_up_delta_raw(&step, &mut routes, gate_up.0, gate_up.1) }?;
         // SAFETY: as below.
-        Ok(unsafe { self.experts.write_down_delta(&step, &mut routes, down.0, down.1) }?)
+        Ok(unsafe { self.experts.write_down_delta_raw(&step, &mut routes, down.0, down.1) }?)
     }
 
     /// Enqueues the grouping and gate_up of the `i`th operation.
@@ -193,12 +193,12 @@ impl<'a> ExpertsLayer<'a> {
         let y = raw::MatrixRef::new::<bf16>(bases, num_routes, 2 * inter);
         let activated = raw::MatrixMut::new::<bf16>(out.address, num_routes, inter);
         // SAFETY: as below, and `out` is large enough and lives as long.
-        unsafe { self.experts.activate(&step, &mut routes, x, y, activated, Activation::Silu) }?;
+        unsafe { self.experts.activate_raw(&step, &mut routes, x, y, activated, Activation::Silu) }?;
         let x = raw::MatrixRef::new::<bf16>(inputs + of_down_x, num_routes, inter);
         let y = raw::MatrixRef::new::<bf16>(bases + of_down_y, num_routes, hidden);
         let combined = raw::MatrixMut::new::<bf16>(out.address, tokens, hidden);
         // SAFETY: as above.
-        Ok(unsafe { self.experts.combine(&step, &mut routes, x, y, combined) }?)
+        Ok(unsafe { self.experts.combine_raw(&step, &mut routes, x, y, combined) }?)
     }
 
     fn group(&self, i: usize) -> Result<raw::GroupedRoutes> {
@@ -212,13 +212,13 @@ impl<'a> ExpertsLayer<'a> {
     fn add_gate_up_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
         let [(x, y), _] = self.operands(routes);
         // SAFETY: as above, and of the stage; each route has a row of its own.
-        Ok(unsafe { self.experts.add_gate_up_delta(&self.step(i), routes, x, y) }?)
+        Ok(unsafe { self.experts.add_gate_up_delta_raw(&self.step(i), routes, x, y) }?)
     }
 
     fn add_down_delta(&self, i: usize, routes: &mut raw::GroupedRoutes) -> Result<()> {
         let [_, (x, y)] = self.operands(routes);
         // SAFETY: as above.
-        Ok(unsafe { self.experts.add_down_delta(&self.step(i), routes, x, y) }?)
+        Ok(unsafe { self.experts.add_down_delta_raw(&self.step(i), routes, x, y) }?)
     }
 
     /// `x` and `y` of gate_up, and of down.

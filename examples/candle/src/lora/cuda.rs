@@ -5,8 +5,8 @@ use aril::{
     DType, Slot,
     adapter::SlotImage,
     cuda::{
-        Kernels, Queue, Routing, WeightTable, Workspace,
-        raw::{LoraLinear, MatrixMut, MatrixRef, RoutedBatch, Step, Stream},
+        Kernels, LoraLinear, Queue, Routing, WeightTable, Workspace,
+        raw::{MatrixMut, MatrixRef, RoutedBatch, Step, Stream},
     },
     model::{LinearId, Model},
     plan::Capacity,
@@ -54,7 +54,7 @@ impl Cuda {
         let kernels = Kernels::load_into(stream.context()).map_err(Error::wrap)?;
         let queue = Queue::new(&kernels, &stream).map_err(Error::wrap)?;
         let weights = WeightTable::new(&queue, model, dtype, capacity, bytes).map_err(Error::wrap)?;
-        let layer = |&id| LoraLinear::new(&kernels, model, id, dtype, capacity).map_err(Error::wrap);
+        let layer = |&id| LoraLinear::for_model(&kernels, model, id, dtype, capacity).map_err(Error::wrap);
         let layers = ids.iter().map(layer).collect::<Result<_>>()?;
         let workspace = Workspace::new(&weights).map_err(Error::wrap)?;
         let routed = || {
@@ -87,7 +87,7 @@ impl Cuda {
         let y = MatrixMut::new::<T>(address(y, y_start), y_rows, y_cols);
         // SAFETY: candle's layouts are within its storage, which is used and freed on this stream only. aril owns the table, workspace
         // and routing and orders their uses with the stream. `route` has routed the batch.
-        unsafe { self.layers[site].add_delta(&step, x, y) }.map_err(Error::wrap)
+        unsafe { self.layers[site].add_delta_raw(&step, x, y) }.map_err(Error::wrap)
     }
 }
 

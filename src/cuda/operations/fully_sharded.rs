@@ -1,19 +1,22 @@
-use super::{
-    abi::{dtype_code, int},
-    matrix::{MatrixMut, MatrixRef},
-    step::Step,
-};
+#![expect(unsafe_code, reason = "launches kernels")]
+
+use std::ffi::c_void;
+
 use crate::{
-    DType, contract,
-    cuda::{Kernels, kernels::Operation},
-    error::LaunchError,
+    DType, Element, contract,
+    cuda::{
+        Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
+        kernels::Operation,
+        raw::{self, dtype_code, int},
+    },
     ffi,
     model::{Collective, LinearId, MAX_SLICES, Model},
     plan::{Capacity, PlanError},
 };
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
-/// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
+/// with the other ranks, as [`Exchange`](crate::model::Exchange) says. [`cpu::FullyShardedLinear`](crate::cpu::FullyShardedLinear) has
+/// an example.
 #[derive(Clone, Debug)]
 #[doc(alias = "S-LoRA")]
 pub struct FullyShardedLinear {
@@ -22,12 +25,20 @@ pub struct FullyShardedLinear {
 }
 
 impl FullyShardedLinear {
-    /// Plans the layer `id` of `model` for batches within `capacity`.
+    /// Plans the layer `id` of the table's model, for the table's element type and capacity.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](crate::model::LinearSite::exchange), or the kernels do not
-    /// support a size or the capacity.
-    pub fn new(
+    /// As for [`for_model`](Self::for_model).
+    pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
+        Self::for_model(weights.queue().kernels(), weights.model(), id, weights.dtype(), weights.capacity())
+    }
+
+    /// Plans the layer `id` of `model`, for tables of this element type and batches within `capacity`.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](crate::model::LinearSite::exchange), or the kernels
+    /// do not support a size or the capacity.
+    pub fn for_model(
         kernels: &Kernels,
         model: &Model,
         id: LinearId,
@@ -38,13 +49,32 @@ impl FullyShardedLinear {
         Ok(Self { kernels: kernels.clone(), contract })
     }
 
-    /// Enqueues this rank's part of `v = A x[t]` for every routed token `t`: its rows of `v`, or its partial sum. Elements beyond the
-    /// rank of the token's adapter are zero.
+    /// Enqueues this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements beyond the rank of the
+    /// token's adapter are zero.
     ///
-    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`. May be captured in a CUDA graph.
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`. In a captured
+    /// step, rows beyond the batch of the last update are unchanged. Neither allocates nor waits.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
+    pub fn shrink<T: Element>(
+        &self,
+        step: &Step<'_>,
+        mut x: Matrix<'_, T>,
+        mut v: MatrixMut<'_, f32>,
+    ) -> Result<(), LaunchError> {
+        let mut args = self.shrink_args(&step.raw(), x.shape(), v.shape())?;
+        step.check([x.operand(), v.operand_as("v")])?.enqueue(|[x, v], stream| {
+            (args.x, args.v) = (x as *const c_void, v as *mut f32);
+            // SAFETY: the operands fit the layer (checked), and are as `Checked::enqueue` says.
+            unsafe { self.launch(ffi::aril_sharded_shrink, &args, stream) }
+        })
+    }
+
+    /// [`shrink`](Self::shrink) on memory that the engine owns. May be captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// As for `shrink`.
     ///
     /// # Safety
     /// From this call until the work has run:
@@ -52,37 +82,55 @@ impl FullyShardedLinear {
     ///   extent. The batch's routing has been updated. The stream belongs to that context.
     /// - **Liveness.** That memory stays mapped.
     /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `v`.
-    /// - **Order.** As for [`LoraLinear::add_delta`](super::LoraLinear::add_delta).
+    /// - **Order.** As for [`LoraLinear::add_delta_raw`](super::LoraLinear::add_delta_raw).
     /// - **Context.** The kernels' context is current on this thread. (This is checked.)
-    pub unsafe fn shrink(&self, step: &Step, x: MatrixRef, v: MatrixMut) -> Result<(), LaunchError> {
+    pub unsafe fn shrink_raw(&self, step: &raw::Step, x: raw::MatrixRef, v: raw::MatrixMut) -> Result<(), LaunchError> {
         let args = self.shrink_args(step, x, v)?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_sharded_shrink, &args, step) }
+        unsafe { self.launch(ffi::aril_sharded_shrink, &args, step.stream) }
     }
 
     /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows
     /// of B. All other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`. May be
-    /// captured in a CUDA graph.
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
+    /// `[tokens, out_features]`. Neither allocates nor waits.
     ///
     /// # Errors
     /// As for [`shrink`](Self::shrink).
+    pub fn expand<T: Element>(
+        &self,
+        step: &Step<'_>,
+        mut v: Matrix<'_, f32>,
+        mut y: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        let mut args = self.expand_args(&step.raw(), v.shape(), y.shape())?;
+        step.check([v.operand_as("v"), y.operand()])?.enqueue(|[v, y], stream| {
+            (args.v, args.y) = (v as *mut f32, y as *mut c_void);
+            // SAFETY: as in `shrink`. Expand does not write `v`.
+            unsafe { self.launch(ffi::aril_sharded_expand, &args, stream) }
+        })
+    }
+
+    /// [`expand`](Self::expand) on memory that the engine owns. May be captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// As for `shrink`.
     ///
     /// # Safety
-    /// As for `shrink`, with `v` in place of `x`, and `y` in place of `v`.
-    pub unsafe fn expand(&self, step: &Step, v: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
+    /// As for [`shrink_raw`](Self::shrink_raw), with `v` in place of `x`, and `y` in place of `v`.
+    pub unsafe fn expand_raw(&self, step: &raw::Step, v: raw::MatrixRef, y: raw::MatrixMut) -> Result<(), LaunchError> {
         let args = self.expand_args(step, v, y)?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(ffi::aril_sharded_expand, &args, step) }
+        unsafe { self.launch(ffi::aril_sharded_expand, &args, step.stream) }
     }
 
     /// Checks the operands of [`shrink`](Self::shrink), and returns the arguments of the C ABI.
-    pub(in crate::cuda) fn shrink_args(
+    fn shrink_args(
         &self,
-        step: &Step,
-        MatrixRef(x): MatrixRef,
-        MatrixMut(v): MatrixMut,
+        step: &raw::Step,
+        raw::MatrixRef(x): raw::MatrixRef,
+        raw::MatrixMut(v): raw::MatrixMut,
     ) -> Result<ffi::aril_sharded_args, LaunchError> {
         self.contract.check_shrink(step.shape(), x.shape("x")?, v.shape("v")?)?;
         let ((x, x_stride), (v, v_stride)) = (x.place(), v.place());
@@ -90,11 +138,11 @@ impl FullyShardedLinear {
     }
 
     /// Checks the operands of [`expand`](Self::expand), and returns the arguments of the C ABI.
-    pub(in crate::cuda) fn expand_args(
+    fn expand_args(
         &self,
-        step: &Step,
-        MatrixRef(v): MatrixRef,
-        MatrixMut(y): MatrixMut,
+        step: &raw::Step,
+        raw::MatrixRef(v): raw::MatrixRef,
+        raw::MatrixMut(y): raw::MatrixMut,
     ) -> Result<ffi::aril_sharded_args, LaunchError> {
         self.contract.check_expand(step.shape(), v.shape("v")?, y.shape("y")?)?;
         let ((v, v_stride), (y, y_stride)) = (v.place(), y.place());
@@ -102,8 +150,8 @@ impl FullyShardedLinear {
     }
 
     /// The arguments without operands.
-    fn args(&self, step: &Step) -> Result<ffi::aril_sharded_args, LaunchError> {
-        let Step { table, batch, .. } = step;
+    fn args(&self, step: &raw::Step) -> Result<ffi::aril_sharded_args, LaunchError> {
+        let raw::Step { table, batch, .. } = step;
         let contract::FullyShardedLinear { site, exchange, dtype, .. } = &self.contract;
         let (mut out_features, mut first_outs, mut num_outs) = ([0; MAX_SLICES], [0; MAX_SLICES], [0; MAX_SLICES]);
         for (i, slice) in site.slices().iter().enumerate() {
@@ -140,13 +188,13 @@ impl FullyShardedLinear {
         })
     }
 
-    pub(in crate::cuda) unsafe fn launch(
+    unsafe fn launch(
         &self,
         operation: Operation<ffi::aril_sharded_args>,
         args: &ffi::aril_sharded_args,
-        step: &Step,
+        stream: raw::Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the layer, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(operation, args, args.num_tokens, step.stream.as_raw()) }
+        unsafe { self.kernels.launch(operation, args, args.num_tokens, stream.as_raw()) }
     }
 }

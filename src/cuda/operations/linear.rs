@@ -1,0 +1,373 @@
+#![expect(unsafe_code, reason = "launches kernels")]
+
+use std::ffi::c_void;
+
+use crate::{
+    DType, Element, contract,
+    cuda::{
+        Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
+        kernels::Operation,
+        raw::{self, RawMatrix, dtype_code, int},
+    },
+    ffi,
+    model::{LinearId, MAX_SLICES, Model},
+    plan::{Capacity, LinearPlan, PlanError},
+};
+
+/// The LoRA operations of one linear layer.
+///
+/// The operations whose names end in `_raw` are for memory and streams that the engine owns.
+#[derive(Clone, Debug)]
+pub struct LoraLinear {
+    kernels: Kernels,
+    contract: contract::Linear,
+}
+
+/// What an operation is beside its operands.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Kind {
+    /// Adds the delta to `y`.
+    Adds,
+    /// Writes the delta to `y`.
+    Writes,
+    /// A half of `Adds`. A batch without adapters needs none.
+    Half,
+}
+
+impl LoraLinear {
+    /// Plans the layer `id` of the table's model, for the table's element type and capacity.
+    ///
+    /// # Errors
+    /// As for [`for_model`](Self::for_model).
+    pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
+        Self::for_model(weights.queue().kernels(), weights.model(), id, weights.dtype(), weights.capacity())
+    }
+
+    /// Plans the layer `id` of `model`, for tables of this element type and batches within `capacity`.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity. There is no slow
+    /// fallback.
+    pub fn for_model(
+        kernels: &Kernels,
+        model: &Model,
+        id: LinearId,
+        dtype: DType,
+        capacity: Capacity,
+    ) -> Result<Self, PlanError> {
+        Ok(Self { kernels: kernels.clone(), contract: contract::Linear::new(model, id, dtype, capacity)? })
+    }
+
+    /// The launch configuration. It also gives the size of the workspace.
+    pub fn plan(&self) -> &LinearPlan {
+        &self.contract.plan
+    }
+
+    #[doc = include_str!("../../docs/operations/linear_add_delta.md")]
+    ///
+    /// Enqueues the work, and neither allocates nor waits.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
+    #[doc(alias = "sgmv")]
+    #[doc(alias = "bgmv")]
+    #[doc(alias = "punica")]
+    pub fn add_delta<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y))
+    }
+
+    /// [`add_delta`](Self::add_delta) on memory that the engine owns.
+    ///
+    /// The step's workspace has at least [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Enqueues the work, and neither
+    /// allocates nor waits. May be captured in a CUDA graph.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
+    ///
+    /// # Safety
+    /// From this call until the work has run:
+    /// - **Validity.** `x`, `y`, the workspace, the table and the factors that it points to are device memory of the kernels'
+    ///   context, in their whole extent. The batch's routing has been updated. The stream belongs to that context.
+    /// - **Liveness.** That memory stays mapped.
+    /// - **Workspace.** `mailbox` was zero before its first use, and only these operations have written it since. Otherwise
+    ///   kernels may use stale sums or wait forever.
+    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `y` or the
+    ///   workspace.
+    /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes either must not
+    ///   trigger programmatic dependent launch early, and each writing thread must call `__threadfence` before the kernel ends.
+    ///   Copies need nothing.
+    /// - **Context.** The kernels' context is current on this thread. (This is checked.)
+    pub unsafe fn add_delta_raw(
+        &self,
+        step: &raw::Step,
+        x: raw::MatrixRef,
+        y: raw::MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), Some(y))?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
+    }
+
+    #[doc = include_str!("../../docs/operations/linear_write_delta.md")]
+    ///
+    /// In a captured step, rows beyond the batch of the last update are unchanged.
+    ///
+    /// # Errors
+    /// As for [`add_delta`](Self::add_delta).
+    pub fn write_delta<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y))
+    }
+
+    /// [`write_delta`](Self::write_delta) on memory that the engine owns. With a captured batch, rows beyond the last update are
+    /// unchanged.
+    ///
+    /// # Errors
+    /// As for [`add_delta_raw`](Self::add_delta_raw).
+    ///
+    /// # Safety
+    /// As for `add_delta_raw`.
+    pub unsafe fn write_delta_raw(
+        &self,
+        step: &raw::Step,
+        x: raw::MatrixRef,
+        y: raw::MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), Some(y))?;
+        let args = ffi::aril_linear_args { overwrites: 1, ..args };
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
+    }
+
+    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. Does not need `y`. What this
+    /// returns expands `v`. It borrows the step, so that no other operation uses the workspace between the halves.
+    ///
+    /// Enqueues nothing if no token of the step [has an adapter](Step::has_adapters).
+    ///
+    /// # Errors
+    /// As for `add_delta`.
+    pub fn shrink<'b, 's, T: Element>(
+        &'b self,
+        step: &'b mut Step<'s>,
+        x: Matrix<'_, T>,
+    ) -> Result<Shrunk<'b, 's>, LaunchError> {
+        self.enqueue(ffi::aril_linear_shrink, Kind::Half, step, Some(x), None)?;
+        Ok(Shrunk { layer: self, step })
+    }
+
+    /// Enqueues the first half of [`add_delta_raw`](Self::add_delta_raw): computes `A x[t]` into the workspace. Does not need `y`, so it
+    /// may overlap the base GEMM.
+    ///
+    /// # Errors
+    /// As for `add_delta_raw`.
+    ///
+    /// # Safety
+    /// As for `add_delta_raw`. Nothing else uses the workspace until [`expand_raw`](Self::expand_raw) has run.
+    pub unsafe fn shrink_raw(&self, step: &raw::Step, x: raw::MatrixRef) -> Result<(), LaunchError> {
+        let args = self.args(step, Some(x), None)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear_shrink, &args, step.stream) }
+    }
+
+    /// Enqueues the second half of [`add_delta_raw`](Self::add_delta_raw): `y[t] += scaling · B v`, with `v` from
+    /// [`shrink_raw`](Self::shrink_raw) of the same layer and step.
+    ///
+    /// # Errors
+    /// As for `add_delta_raw`.
+    ///
+    /// # Safety
+    /// As for `add_delta_raw`. The `shrink_raw` is ordered before it.
+    pub unsafe fn expand_raw(&self, step: &raw::Step, y: raw::MatrixMut) -> Result<(), LaunchError> {
+        let args = self.args(step, None, Some(y))?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
+    }
+
+    /// [`Shrunk::silu_mul`] on memory that the engine owns. Rows of tokens beyond the last update are unchanged.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
+    /// enqueued.
+    ///
+    /// # Safety
+    /// As for [`expand_raw`](Self::expand_raw), with `out` in the place of `y`, and `y` as an input like `x`. A batch without adapters
+    /// needs no `shrink_raw`.
+    pub unsafe fn silu_mul_raw(
+        &self,
+        step: &raw::Step,
+        y: raw::MatrixRef,
+        out: raw::MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let args = self.silu_mul_args(step, y, out)?;
+        // SAFETY: the caller's obligations.
+        unsafe { self.launch_silu_mul(&args, step.stream) }
+    }
+
+    fn enqueue<T: Element>(
+        &self,
+        operation: Operation<ffi::aril_linear_args>,
+        kind: Kind,
+        step: &mut Step<'_>,
+        mut x: Option<Matrix<'_, T>>,
+        mut y: Option<MatrixMut<'_, T>>,
+    ) -> Result<(), LaunchError> {
+        let shapes = (x.as_ref().map(Matrix::shape), y.as_ref().map(MatrixMut::shape));
+        let mut args = self.args(&step.raw(), shapes.0, shapes.1)?;
+        args.overwrites = (kind == Kind::Writes).into();
+        let [x, y] = [x.as_mut().and_then(Matrix::operand), y.as_mut().and_then(MatrixMut::operand)];
+        let operands = step.check([x, y])?;
+        if kind == Kind::Half && !step.has_adapters() {
+            return Ok(());
+        }
+        operands.enqueue(|[x, y], stream| {
+            (args.x, args.y) = (x as *const c_void, y as *mut c_void);
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says.
+            unsafe { self.launch(operation, &args, stream) }
+        })
+    }
+
+    /// Checks the operands of `silu_mul` and returns the arguments of the C ABI.
+    fn silu_mul_args(
+        &self,
+        step: &raw::Step,
+        raw::MatrixRef(y): raw::MatrixRef,
+        raw::MatrixMut(out): raw::MatrixMut,
+    ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
+        self.contract.check_silu_mul(step.shape(), y.shape("y")?, out.shape("out")?)?;
+        let (layer, plan, (out, out_stride)) = (self.launch_args(step, None, Some(y))?, self.plan(), out.place());
+        let (tokens, tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
+        let outs_per_block = int(plan.silu_mul_outs_per_block(tokens, tiles))?;
+        let outs_per_block_of_few = if plan.is_large_m(tokens) {
+            outs_per_block
+        } else {
+            int(plan.silu_mul_outs_per_block(tokens, plan.max_few_tiles(tokens, tiles)))?
+        };
+        let layer = ffi::aril_linear_args { outs_per_block, outs_per_block_of_few, ..layer };
+        Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
+    }
+
+    unsafe fn launch_silu_mul(&self, args: &ffi::aril_silu_mul_args, stream: raw::Stream) -> Result<(), LaunchError> {
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        unsafe { self.kernels.launch(ffi::aril_silu_mul, args, args.layer.num_tokens, stream.as_raw()) }
+    }
+
+    /// The most tiles of a batch, of the size that the layer works on.
+    fn max_tiles(&self, batch: &raw::RoutedBatch) -> usize {
+        if self.plan().is_large_m(batch.num_tokens) { batch.max_wide_tiles } else { batch.max_small_tiles }
+    }
+
+    /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
+    fn args(
+        &self,
+        step: &raw::Step,
+        x: Option<raw::MatrixRef>,
+        y: Option<raw::MatrixMut>,
+    ) -> Result<ffi::aril_linear_args, LaunchError> {
+        let (x, y) = (x.map(|raw::MatrixRef(x)| x), y.map(|raw::MatrixMut(y)| y));
+        let shapes = (x.map(|x| x.shape("x")).transpose()?, y.map(|y| y.shape("y")).transpose()?);
+        self.contract.check(step.shape(), shapes.0, shapes.1)?;
+        self.launch_args(step, x, y)
+    }
+
+    /// The arguments of the C ABI, of operands that have been checked.
+    fn launch_args(
+        &self,
+        step: &raw::Step,
+        x: Option<RawMatrix>,
+        y: Option<RawMatrix>,
+    ) -> Result<ffi::aril_linear_args, LaunchError> {
+        let raw::Step { table, batch, workspace, .. } = step;
+        let contract::Linear { site, plan, .. } = &self.contract;
+        let num_tokens = batch.num_tokens;
+        let [(x, x_stride), (y, y_stride)] = [x, y].map(|m| m.map_or((std::ptr::null_mut(), 0), |m| m.place()));
+        workspace.check(plan.workspace_bytes_for(num_tokens))?;
+        let max_tiles = self.max_tiles(batch);
+        let outs_per_block = plan.outs_per_block(num_tokens, max_tiles);
+        let max_few_tiles = plan.max_few_tiles(num_tokens, max_tiles);
+        let outs_per_block_of_few =
+            if plan.is_large_m(num_tokens) { outs_per_block } else { plan.outs_per_block(num_tokens, max_few_tiles) };
+        let mut out_features = [0; MAX_SLICES];
+        for (out, slice) in out_features.iter_mut().zip(site.slices()) {
+            *out = int(slice.out_features())?;
+        }
+        Ok(ffi::aril_linear_args {
+            dtype: dtype_code(plan.dtype()),
+            num_tokens: int(num_tokens)?,
+            max_tiles: int(max_tiles)?,
+            large_m: plan.is_large_m(num_tokens).into(),
+            k_tiles_per_split: int(plan.k_tiles_per_split(num_tokens))?,
+            splits_per_block: int(plan.splits_per_block(num_tokens, max_tiles))?,
+            outs_per_block: int(outs_per_block)?,
+            max_few_tiles: int(max_few_tiles)?,
+            outs_per_block_of_few: int(outs_per_block_of_few)?,
+            overwrites: 0,
+            in_features: int(site.in_features())?,
+            num_slices: int(site.slices().len())?,
+            out_features,
+            x,
+            x_stride,
+            y,
+            y_stride,
+            mailbox: workspace.mailbox.ptr as *mut c_void,
+            mailbox_bytes: workspace.mailbox.bytes as u64,
+            partials: workspace.partials.ptr as *mut f32,
+            weights: table.at(site.first_entry())?,
+            routing: batch.routing,
+        })
+    }
+
+    unsafe fn launch(
+        &self,
+        operation: Operation<ffi::aril_linear_args>,
+        args: &ffi::aril_linear_args,
+        stream: raw::Stream,
+    ) -> Result<(), LaunchError> {
+        // SAFETY: the operands fit the plan, and the caller vouches for their memory.
+        unsafe { self.kernels.launch(operation, args, args.num_tokens, stream.as_raw()) }
+    }
+}
+
+/// `v = A x[t]` of a step's tokens in its workspace, from [`LoraLinear::shrink`]. One operation expands it.
+#[derive(Debug)]
+#[must_use = "the delta is added by the operation that expands it"]
+pub struct Shrunk<'b, 's> {
+    layer: &'b LoraLinear,
+    step: &'b mut Step<'s>,
+}
+
+impl Shrunk<'_, '_> {
+    /// Enqueues the second half of [`add_delta`](LoraLinear::add_delta): `y[t] += scaling · B v`. Enqueues nothing if `shrink` has not.
+    ///
+    /// # Errors
+    /// As for `add_delta`.
+    pub fn expand<T: Element>(self, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
+        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y))
+    }
+
+    #[doc = include_str!("../../docs/operations/linear_silu_mul.md")]
+    ///
+    /// In a captured step, rows beyond the batch of the last update are unchanged.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
+    /// enqueued.
+    #[doc(alias = "silu_and_mul")]
+    pub fn silu_mul<T: Element>(self, mut y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), LaunchError> {
+        let Self { layer, step } = self;
+        let mut args = layer.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
+        step.check([y.operand_as("y"), out.operand_as("out")])?.enqueue(|[y, out], stream| {
+            (args.layer.y, args.out) = (y as *mut c_void, out as *mut c_void);
+            // SAFETY: as in `enqueue`. The shrink is the last operation on the workspace, or the batch has no adapter.
+            unsafe { layer.launch_silu_mul(&args, stream) }
+        })
+    }
+}
