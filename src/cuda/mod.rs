@@ -27,52 +27,38 @@
 #![doc = include_str!("../docs/building.md")]
 
 mod arena;
-mod buffer;
-mod capturing;
 #[cfg(doctest)]
 mod doctests;
 mod flip;
-mod fused_linear;
-mod graph;
-mod grouping;
 mod host;
-mod host_arena;
 mod kernels;
-mod matrix;
+mod memory;
 mod operations;
-mod own_stream;
 mod parts;
-mod pinned;
 mod pool;
-mod queue;
 pub mod raw;
-mod region;
-mod routing;
 mod staging;
-mod step;
-mod stepping;
+mod steps;
+mod stream;
 mod table;
-mod top_k;
 mod upload;
-mod workspace;
 
 pub use self::{
-    buffer::{Buffer, PinnedBuffer, View, ViewMut},
-    fused_linear::FusedLinear,
-    graph::Graph,
-    grouping::{GroupedRoutes, Grouping},
     host::{HostAdapter, HostMemory},
     kernels::{Kernels, driver_is_present},
-    matrix::{Matrix, MatrixMut},
-    operations::{FullyShardedLinear, LoraEmbedding, LoraExperts, LoraLinear, Shrunk},
+    memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
+    operations::{
+        FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk, TopK,
+    },
     pool::AdapterPool,
-    queue::Queue,
-    routing::{RoutedBatch, Routing},
     staging::Staging,
-    step::Step,
+    steps::{Graph, RoutedBatch, Routing, Step, Workspace},
+    stream::Queue,
     table::WeightTable,
-    top_k::TopK,
     upload::{Filled, Reservation},
-    workspace::Workspace,
+};
+use self::{
+    memory::{host_arena, pinned, region},
+    stream::{capturing, own_stream},
 };
 pub use crate::error::LaunchError;

@@ -7,9 +7,9 @@ use crate::{
     contract::{self, ExpertsForm},
     cuda::{
         GroupedRoutes, Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
-        buffer::Memory,
+        memory::Memory,
         raw::{self, RawMatrix, dtype_code, int},
-        step::Operand,
+        steps::Operand,
     },
     error::OperandError,
     ffi,

@@ -3,11 +3,16 @@
 mod embedding;
 mod experts;
 mod fully_sharded;
+mod fused_linear;
+mod grouping;
 mod linear;
 
+pub(in crate::cuda) use self::grouping::Groups;
 pub use self::{
     embedding::LoraEmbedding,
     experts::LoraExperts,
     fully_sharded::FullyShardedLinear,
+    fused_linear::FusedLinear,
+    grouping::{GroupedRoutes, Grouping, TopK},
     linear::{LoraLinear, Shrunk},
 };

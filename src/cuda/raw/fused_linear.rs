@@ -1,9 +1,7 @@
 use std::ffi::c_void;
 
 use super::{
-    abi::{dtype_code, int},
-    matrix::{MatrixMut, MatrixRef, check_alignment},
-    memory::Stream,
+    memory::{MatrixMut, MatrixRef, Stream, check_alignment, dtype_code, int},
     step::Step,
 };
 use crate::{

@@ -14,27 +14,17 @@
 #![doc = include_str!("../../docs/graphs.md")]
 #![expect(unsafe_code, reason = "launches on memory that the caller owns")]
 
-mod abi;
 mod fused_linear;
 mod grouping;
-mod matrix;
 mod memory;
 mod routing;
 mod step;
-mod table;
-mod top_k;
 
-pub(in crate::cuda) use self::{
-    abi::{dtype_code, int},
-    matrix::RawMatrix,
-};
+pub(in crate::cuda) use self::memory::{RawMatrix, dtype_code, int};
 pub use self::{
     fused_linear::FusedLinear,
-    grouping::{GroupedRoutes, Grouping},
-    matrix::{MatrixMut, MatrixRef},
-    memory::{DeviceRegion, Stream},
+    grouping::{GroupedRoutes, Grouping, TopK},
+    memory::{DeviceRegion, MatrixMut, MatrixRef, Stream},
     routing::{RoutedBatch, Routing},
-    step::{Step, Workspace},
-    table::{Descriptor, Table},
-    top_k::TopK,
+    step::{Descriptor, Step, Table, Workspace},
 };

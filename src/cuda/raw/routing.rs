@@ -1,12 +1,9 @@
 use cudarc::driver::sys;
 
-use super::{
-    abi::int,
-    memory::{Arrays, DeviceRegion, Stream},
-};
+use super::memory::{Arrays, DeviceRegion, Stream, int};
 use crate::{
     Slot,
-    cuda::{Kernels, kernels::check, pinned::Pinned},
+    cuda::{Kernels, kernels::check, memory::Pinned},
     error::{LaunchError, OperandError},
     ffi,
     plan::Capacity,

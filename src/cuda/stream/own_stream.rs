@@ -8,12 +8,15 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{LaunchError, Queue, capturing::Relaxed, raw::Stream};
-use crate::copies::CopyStream;
+use super::Relaxed;
+use crate::{
+    copies::CopyStream,
+    cuda::{LaunchError, Queue, raw::Stream},
+};
 
 /// A stream that cudarc does not know, so that it does not turn on multi-stream event tracking in the engine's context.
 #[derive(Debug)]
-pub(super) struct OwnStream {
+pub(in crate::cuda) struct OwnStream {
     context: Arc<CudaContext>,
     stream: sys::CUstream,
 }
@@ -25,23 +28,23 @@ unsafe impl Sync for OwnStream {}
 
 impl OwnStream {
     /// A stream in the queue's context.
-    pub(super) fn new(queue: &Queue) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
         let _relaxed = Relaxed::new();
         let context = Arc::clone(queue.stream().context());
         Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
     }
 
-    pub(super) fn context(&self) -> &Arc<CudaContext> {
+    pub(in crate::cuda) fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    pub(super) fn raw(&self) -> Stream {
+    pub(in crate::cuda) fn raw(&self) -> Stream {
         Stream::from_raw(self.stream.cast())
     }
 
     /// Makes later work wait for an event, on the device. The context is current.
-    pub(super) fn wait_for(&self, event: &CudaEvent) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn wait_for(&self, event: &CudaEvent) -> Result<(), LaunchError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: the stream and the event are alive.
         Ok(unsafe { result::stream::wait_event(self.stream, event.cu_event(), flags) }?)

@@ -2,9 +2,9 @@
 
 use std::ffi::c_void;
 
-use super::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, buffer::Memory, raw};
 use crate::{
     Element,
+    cuda::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, memory::Memory, raw},
     model::{LinearId, MAX_SLICES},
     plan::ForwardPlan,
 };
@@ -14,7 +14,7 @@ use crate::{
 /// up to 32 on newer ones.
 ///
 /// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8 elements. In a
-/// captured step both must be [`Buffer`](super::Buffer)s, which the graph keeps alive. Each launch on cudarc slices costs the
+/// captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive. Each launch on cudarc slices costs the
 /// events that order them.
 ///
 /// A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of more than
@@ -91,7 +91,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         self.raw.plan()
     }
 
-    #[doc = include_str!("../docs/operations/fused_linear_forward.md")]
+    #[doc = include_str!("../../docs/operations/fused_linear_forward.md")]
     ///
     /// The rows of `x` are aligned to 16 bytes. In a captured step, rows beyond the last update have no adapter. Enqueues the work,
     /// and neither allocates nor waits.

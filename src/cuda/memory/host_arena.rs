@@ -4,8 +4,11 @@ use std::{fmt, ops::Range, sync::Arc};
 
 use cudarc::driver::{CudaContext, result};
 
-use super::{LaunchError, Queue, capturing::Relaxed, raw::Stream};
-use crate::{error::OperandError, extent::MAX_BYTES};
+use crate::{
+    cuda::{LaunchError, Queue, raw::Stream, stream::Relaxed},
+    error::OperandError,
+    extent::MAX_BYTES,
+};
 
 /// Page-locked host memory, whose parts different threads write and the device reads.
 pub(crate) struct HostArena {
@@ -27,7 +30,7 @@ impl fmt::Debug for HostArena {
 
 impl HostArena {
     /// Allocates zeroed memory.
-    pub(super) fn new(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn new(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         OperandError::within("the size of page-locked memory in bytes", len, MAX_BYTES)?;
         queue.bind()?;
         let _relaxed = Relaxed::new();
@@ -43,7 +46,7 @@ impl HostArena {
     /// # Safety
     /// Neither another thread nor a copy uses the part while the slice exists.
     #[expect(clippy::mut_from_ref, reason = "callers keep the parts apart")]
-    pub(super) unsafe fn part(&self, range: Range<usize>) -> &mut [u8] {
+    pub(in crate::cuda) unsafe fn part(&self, range: Range<usize>) -> &mut [u8] {
         let start = self.address(&range);
         // SAFETY: in the memory, which is initialized. The caller vouches that nothing else uses the part.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
@@ -55,7 +58,12 @@ impl HostArena {
     /// Nothing writes to the part until the copy has run, and the memory stays allocated. `to` is the address of as many bytes of
     /// device memory, which other work uses only if it is ordered against the stream. The stream belongs to the thread's current
     /// context.
-    pub(super) unsafe fn copy_to(&self, range: Range<usize>, to: u64, stream: Stream) -> Result<(), LaunchError> {
+    pub(in crate::cuda) unsafe fn copy_to(
+        &self,
+        range: Range<usize>,
+        to: u64,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
         // SAFETY: in the memory, which is initialized. The caller vouches that nothing writes to the part.
         let bytes = unsafe { std::slice::from_raw_parts(self.address(&range), range.len()) };
         // SAFETY: the caller's obligations.

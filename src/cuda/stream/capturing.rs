@@ -10,21 +10,21 @@ use cudarc::driver::{
     sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode},
 };
 
-use super::{LaunchError, Queue};
+use crate::cuda::{LaunchError, Queue};
 
 /// Allows this thread to allocate, free and query events during any stream capture. Without it, the driver rejects such calls on a
 /// capturing thread, and on every thread during a global capture, and the capture fails.
 ///
 /// The calls must not touch a stream that is being captured.
 #[must_use]
-pub(super) struct Relaxed {
+pub(in crate::cuda) struct Relaxed {
     before: Option<CUstreamCaptureMode>,
     /// The mode belongs to the thread.
     not_send: PhantomData<*const ()>,
 }
 
 impl Relaxed {
-    pub(super) fn new() -> Self {
+    pub(in crate::cuda) fn new() -> Self {
         // Without a driver, the calls that follow return the error.
         Self { before: exchange(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).ok(), not_send: PhantomData }
     }
@@ -50,14 +50,14 @@ fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, Driver
 static POSTPONED: Mutex<Vec<(CudaSlice<u8>, Queue)>> = Mutex::new(Vec::new());
 
 /// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of [`free_postponed`].
-pub(super) fn free(memory: CudaSlice<u8>, queue: &Queue) {
+pub(in crate::cuda) fn free(memory: CudaSlice<u8>, queue: &Queue) {
     postponed().push((memory, queue.clone()));
     free_postponed(queue.stream().context());
 }
 
 /// Frees postponed memory of a context whose stream is no longer being captured. That of other contexts, which other threads may have
 /// current, is left to them.
-pub(super) fn free_postponed(context: &Arc<CudaContext>) {
+pub(in crate::cuda) fn free_postponed(context: &Arc<CudaContext>) {
     let of_context: Vec<_> = postponed().extract_if(.., |(_, queue)| queue.stream().context() == context).collect();
     for (memory, queue) in of_context {
         let captured = match queue.enter() {

@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{
-    LaunchError, Queue, View,
-    buffer::Memory,
-    raw,
-    region::{Kept, Region},
+use crate::{
+    Slot,
+    cuda::{
+        LaunchError, Queue, View,
+        memory::{Kept, Memory as _, Region},
+        raw,
+    },
+    error::OperandError,
+    plan::Capacity,
+    routing::Batch,
 };
-use crate::{Slot, error::OperandError, plan::Capacity, routing::Batch};
 
 /// The routing of a step on the device. It is updated once per step, for all layers.
 #[derive(Debug)]
@@ -26,7 +30,7 @@ pub struct Routing {
 /// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
 #[derive(Debug)]
 pub struct RoutedBatch<'a> {
-    pub(super) raw: raw::RoutedBatch,
+    pub(in crate::cuda) raw: raw::RoutedBatch,
     routing: &'a Routing,
 }
 
@@ -131,11 +135,11 @@ impl Routing {
     }
 
     /// Slots of the tables that the routing is for.
-    pub(super) fn num_slots(&self) -> usize {
+    pub(in crate::cuda) fn num_slots(&self) -> usize {
         self.capacity.num_slots
     }
 
-    pub(super) fn kept(&self) -> Kept {
+    pub(in crate::cuda) fn kept(&self) -> Kept {
         self.memory.clone()
     }
 }
@@ -151,11 +155,11 @@ impl RoutedBatch<'_> {
         self.routing.has_adapters
     }
 
-    pub(super) fn queue(&self) -> &Queue {
+    pub(in crate::cuda) fn queue(&self) -> &Queue {
         self.routing.queue()
     }
 
-    pub(super) fn num_slots(&self) -> usize {
+    pub(in crate::cuda) fn num_slots(&self) -> usize {
         self.routing.num_slots()
     }
 

@@ -7,11 +7,8 @@ use cudarc::driver::{
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
-use super::{
-    LaunchError, Queue, Step, capturing, raw,
-    region::Kept,
-    step::{Parts, Recorded},
-};
+use super::step::{Recorder, Recording};
+use crate::cuda::{LaunchError, Queue, Step, memory::Kept, raw, stream};
 
 /// A captured step, to replay as an operation of other steps. It keeps the memory of its operands alive.
 ///
@@ -20,7 +17,7 @@ pub struct Graph {
     // Dropped before the memory it uses.
     graph: CudaGraph,
     queue: Queue,
-    parts: Parts,
+    recording: Recording,
     /// The step that was captured. The graph keeps its memory, so that no other object has these addresses.
     captured: raw::Step,
     /// Whether the captured operations serve tokens with adapters.
@@ -34,7 +31,7 @@ impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Graph")
             .field("queue", &self.queue)
-            .field("kept", &self.parts.kept.len())
+            .field("kept", &self.recording.kept.len())
             .finish_non_exhaustive()
     }
 }
@@ -47,7 +44,7 @@ impl Graph {
     /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
     /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
     /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
-    /// [without](super::WeightTable::capture_without_adapters), [`LaunchError::WrongStream`] if the graph belongs to another queue,
+    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`LaunchError::WrongStream`] if the graph belongs to another queue,
     /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError`] if something else captures the stream, or the
     /// driver returns an error.
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
@@ -60,19 +57,19 @@ impl Graph {
             return Err(LaunchError::WithoutAdapters);
         }
         let _entered = step.enter()?;
-        self.parts.groups.iter().for_each(|groups| groups.replay());
+        self.recording.groups.iter().for_each(|groups| groups.replay());
         Ok(self.graph.launch()?)
     }
 }
 
 /// Captures what `record` enqueues on the queue for a step. The graph keeps `kept`, to which `record` may add.
-pub(super) fn capture<E: From<LaunchError>>(
+pub(in crate::cuda) fn capture<E: From<LaunchError>>(
     queue: &Queue,
     kept: Vec<Kept>,
     (captured, has_adapters): (raw::Step, bool),
-    record: impl FnOnce(&Recorded) -> Result<(), E>,
+    record: impl FnOnce(&Recorder) -> Result<(), E>,
 ) -> Result<Graph, E> {
-    let recorded = Recorded::new(kept);
+    let recorder = Recorder::new(kept);
     let mut capture = Capture { queue, open: false };
     // Other threads may allocate and copy meanwhile.
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -80,12 +77,12 @@ pub(super) fn capture<E: From<LaunchError>>(
     queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
     capture.open = true;
     drop(alone);
-    record(&recorded)?;
+    record(&recorder)?;
     let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
     if num_nodes(&graph)? == 0 {
         return Err(LaunchError::NothingCaptured.into());
     }
-    Ok(Graph { graph, queue: queue.clone(), parts: recorded.into_parts(), captured, has_adapters })
+    Ok(Graph { graph, queue: queue.clone(), recording: recorder.into_recording(), captured, has_adapters })
 }
 
 fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
@@ -106,7 +103,7 @@ impl Capture<'_> {
         self.open = false;
         let stream = Arc::clone(self.queue.stream());
         let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
-        capturing::free_postponed(stream.context());
+        stream::free_postponed(stream.context());
         Ok(graph?)
     }
 }

@@ -5,8 +5,11 @@ use std::{
 
 use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
 
-use super::{Kernels, LaunchError, capturing::Relaxed, raw};
-use crate::gate::{Closed, Entered, Gate};
+use super::Relaxed;
+use crate::{
+    cuda::{Kernels, LaunchError, raw},
+    gate::{Closed, Entered, Gate},
+};
 
 /// The handle in CUDA's headers, which cudarc does not name.
 const CU_STREAM_PER_THREAD: usize = 2;
@@ -47,18 +50,18 @@ impl Queue {
         &self.kernels
     }
 
-    pub(super) fn raw(&self) -> raw::Stream {
+    pub(in crate::cuda) fn raw(&self) -> raw::Stream {
         raw::Stream::from(&*self.stream)
     }
 
     /// Makes the context current on this thread.
-    pub(super) fn bind(&self) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn bind(&self) -> Result<(), LaunchError> {
         Ok(self.stream.context().bind_to_thread()?)
     }
 
     /// Makes the context current on this thread. Rejects a stream that is being captured, because the graph could outlive its
     /// operands. While what it returns is alive, no thread begins a capture: keep it until the work is enqueued.
-    pub(super) fn enter(&self) -> Result<Entered<'_>, LaunchError> {
+    pub(in crate::cuda) fn enter(&self) -> Result<Entered<'_>, LaunchError> {
         let entered = self.gate.enter();
         // This also binds the context.
         match self.stream.capture_status()? {
@@ -68,7 +71,7 @@ impl Queue {
     }
 
     /// Like [`enter`](Self::enter), to begin a capture: waits until all threads have enqueued what they entered for.
-    pub(super) fn enter_alone(&self) -> Result<Closed<'_>, LaunchError> {
+    pub(in crate::cuda) fn enter_alone(&self) -> Result<Closed<'_>, LaunchError> {
         let closed = self.gate.close();
         match self.stream.capture_status()? {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(closed),
@@ -76,13 +79,13 @@ impl Queue {
         }
     }
 
-    pub(super) fn new_event(&self) -> Result<CudaEvent, LaunchError> {
+    pub(in crate::cuda) fn new_event(&self) -> Result<CudaEvent, LaunchError> {
         let _relaxed = Relaxed::new();
         Ok(self.stream.context().new_event(None)?)
     }
 
     /// Rejects an operand of another stream or context.
-    pub(super) fn check(&self, operand: &'static str, other: &Self) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn check(&self, operand: &'static str, other: &Self) -> Result<(), LaunchError> {
         if self.kernels != other.kernels {
             return Err(LaunchError::WrongContext { operand });
         }

@@ -4,19 +4,22 @@ use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, sync::Arc};
 
 use cudarc::driver::{CudaSlice, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
 
-use super::{
-    LaunchError, Queue,
-    capturing::{self, Relaxed},
-    raw::DeviceRegion,
+use crate::{
+    cuda::{
+        LaunchError, Queue,
+        raw::DeviceRegion,
+        stream::{self, Relaxed},
+    },
+    error::OperandError,
+    extent::MAX_BYTES,
 };
-use crate::{error::OperandError, extent::MAX_BYTES};
 
 /// Memory that a captured graph keeps alive.
-pub(super) type Kept = Arc<dyn Any + Send + Sync>;
+pub(in crate::cuda) type Kept = Arc<dyn Any + Send + Sync>;
 
 /// Device memory used on one stream, whose order is the only synchronisation. It may be dropped while the stream is being captured.
 #[derive(Debug)]
-pub(super) struct Region<T = u8> {
+pub(in crate::cuda) struct Region<T = u8> {
     queue: Queue,
     bytes: ManuallyDrop<CudaSlice<u8>>,
     ptr: u64,
@@ -27,10 +30,10 @@ pub(super) struct Region<T = u8> {
 impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
     /// Allocates zeroed memory on the queue's stream: `bytes`, or up to one element more.
     #[expect(clippy::disallowed_methods, reason = "allocates at creation only")]
-    pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         OperandError::within("the size of device memory in bytes", bytes, MAX_BYTES)?;
         let _entered = queue.enter()?;
-        capturing::free_postponed(queue.stream().context());
+        stream::free_postponed(queue.stream().context());
         let len = bytes.div_ceil(size_of::<T>().max(1));
         let _relaxed = Relaxed::new();
         let bytes = queue.stream().alloc_zeros((len * size_of::<T>()).max(1))?;
@@ -40,7 +43,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
 
 impl<T> Region<T> {
     /// Takes memory allocated on the queue's stream, which orders its deallocation.
-    pub(super) fn from_slice(queue: &Queue, elements: CudaSlice<T>) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn from_slice(queue: &Queue, elements: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
         let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
         let _relaxed = Relaxed::new();
@@ -54,17 +57,17 @@ impl<T> Region<T> {
         Self { queue: queue.clone(), bytes: ManuallyDrop::new(bytes), ptr, len, elements: PhantomData }
     }
 
-    pub(super) fn queue(&self) -> &Queue {
+    pub(in crate::cuda) fn queue(&self) -> &Queue {
         &self.queue
     }
 
     /// Elements.
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::cuda) fn len(&self) -> usize {
         self.len
     }
 
     /// The memory, for use on its stream.
-    pub(super) fn region(&self) -> DeviceRegion {
+    pub(in crate::cuda) fn region(&self) -> DeviceRegion {
         DeviceRegion { ptr: self.ptr, bytes: self.bytes.num_bytes() }
     }
 }
@@ -72,6 +75,6 @@ impl<T> Region<T> {
 impl<T> Drop for Region<T> {
     fn drop(&mut self) {
         // SAFETY: nothing uses it afterwards.
-        capturing::free(unsafe { ManuallyDrop::take(&mut self.bytes) }, &self.queue);
+        stream::free(unsafe { ManuallyDrop::take(&mut self.bytes) }, &self.queue);
     }
 }

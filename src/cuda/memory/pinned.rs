@@ -2,13 +2,15 @@
 
 use cudarc::driver::{result, sys};
 
-use super::{LaunchError, capturing::Relaxed, raw::Stream};
-use crate::copies::CopyStream;
+use crate::{
+    copies::CopyStream,
+    cuda::{LaunchError, raw::Stream, stream::Relaxed},
+};
 
 /// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
 /// unless the copy is on one of them. Any thread may drop it.
 #[derive(Debug)]
-pub(super) struct Pinned {
+pub(in crate::cuda) struct Pinned {
     /// Of the memory and the event.
     context: sys::CUcontext,
     ptr: *mut u8,
@@ -23,7 +25,7 @@ unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
-    pub(super) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
         let context = result::ctx::get_current()?.ok_or(LaunchError::WrongContext { operand: "the thread" })?;
         let _relaxed = Relaxed::new();
         // SAFETY: a context is current.
@@ -41,7 +43,7 @@ impl Pinned {
     }
 
     /// Whether the last copy has finished.
-    pub(super) fn is_free(&self) -> Result<bool, LaunchError> {
+    pub(in crate::cuda) fn is_free(&self) -> Result<bool, LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive; one that was never recorded counts as complete.
         match unsafe { result::event::query(self.event) } {
@@ -52,20 +54,20 @@ impl Pinned {
     }
 
     /// Blocks this thread until the last copy has finished.
-    pub(super) fn wait(&self) -> Result<(), LaunchError> {
+    pub(in crate::cuda) fn wait(&self) -> Result<(), LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive.
         Ok(unsafe { result::event::synchronize(self.event) }?)
     }
 
     /// The memory, if the last copy has finished.
-    pub(super) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
+    pub(in crate::cuda) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
         // SAFETY: no copy reads it.
         Ok(if self.is_free()? { Some(unsafe { self.bytes() }) } else { None })
     }
 
     /// Blocks this thread until the last copy has finished, and returns the memory.
-    pub(super) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
+    pub(in crate::cuda) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
         self.wait()?;
         // SAFETY: no copy reads it.
         Ok(unsafe { self.bytes() })
@@ -83,7 +85,7 @@ impl Pinned {
     /// # Safety
     /// `to` is the address of `len` bytes of device memory that stay mapped until the copy has run and that other work uses only in
     /// stream order. The stream belongs to the thread's current context.
-    pub(super) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+    pub(in crate::cuda) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
         // SAFETY: initialized, and at least this long.
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
@@ -96,7 +98,12 @@ impl Pinned {
     ///
     /// # Safety
     /// As for [`copy_to`](Self::copy_to), of what is copied from.
-    pub(super) unsafe fn copy_from(&mut self, from: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
+    pub(in crate::cuda) unsafe fn copy_from(
+        &mut self,
+        from: u64,
+        len: usize,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
         // SAFETY: initialized and at least this long. Nothing reads it before the event.
         let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };

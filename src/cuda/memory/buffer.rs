@@ -1,0 +1,202 @@
+#![expect(unsafe_code, reason = "copies between the host and memory that it owns")]
+
+use std::{marker::PhantomData, sync::Arc};
+
+use cudarc::driver::{CudaSlice, DeviceRepr, ValidAsZeroBits, result};
+
+use super::{View, ViewMut, pinned::Pinned, region::Region, view::Memory as _};
+use crate::cuda::{LaunchError, Queue, stream::Relaxed};
+
+/// Device memory on a queue that a captured [`Graph`](crate::cuda::Graph) can keep alive.
+///
+/// All work on a buffer is enqueued on its queue, and sees the results of the work enqueued before it.
+#[derive(Debug)]
+pub struct Buffer<T> {
+    pub(super) memory: Arc<Region<T>>,
+}
+
+impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
+    /// A buffer of `len` zeros.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if device memory is exhausted, or no memory can hold `len` elements.
+    pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+        let bytes = LaunchError::bytes_of::<T>("the buffer's elements", len)?;
+        Ok(Self { memory: Arc::new(Region::new(queue, bytes)?) })
+    }
+}
+
+impl<T: DeviceRepr> Buffer<T> {
+    /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
+    ///
+    /// # Errors
+    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on another stream,
+    /// [`LaunchError::PerThreadStream`] if on the calling thread's default stream, or [`LaunchError::Capturing`].
+    pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
+        let _entered = queue.enter()?;
+        Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Whether the buffer has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address of the first element, for the engine's own kernels on the queue's stream.
+    pub fn device_ptr(&self) -> u64 {
+        self.memory.region().ptr
+    }
+
+    /// Copies `elements` to the start of the buffer, in stream order, and waits for the copy.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
+    #[expect(clippy::disallowed_methods, reason = "waits, as documented")]
+    pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
+        check_len(elements.len(), self.len())?;
+        let queue = self.memory.queue();
+        let _entered = queue.enter()?;
+        // SAFETY: the buffer is large enough, the stream orders its uses, and the source outlives the copy.
+        unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
+        Ok(queue.stream().synchronize()?)
+    }
+
+    /// Copies the start of the buffer to `elements`, in stream order, and waits for the copy.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if `elements` is longer than the buffer, or the stream is being captured.
+    #[expect(clippy::disallowed_methods, reason = "waits, as documented")]
+    pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
+        check_len(elements.len(), self.len())?;
+        let queue = self.memory.queue();
+        let _entered = queue.enter()?;
+        // SAFETY: the buffer is large enough, and the target outlives the copy.
+        unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
+        let _relaxed = Relaxed::new();
+        Ok(queue.stream().synchronize()?)
+    }
+
+    /// Enqueues a copy of the first `len` pinned elements to the start of the buffer. Never waits. The pinned elements must not
+    /// change until the copy has finished; [`PinnedBuffer::elements`] waits for it.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
+    pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
+        let queue = self.check_copy(from, len)?;
+        let _entered = queue.enter()?;
+        // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current context.
+        unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
+    }
+
+    /// Enqueues a copy of the first `len` elements to the start of the pinned ones. Never waits; [`PinnedBuffer::elements`] waits
+    /// for the copy.
+    ///
+    /// # Errors
+    /// As for [`enqueue_write`](Self::enqueue_write).
+    pub fn enqueue_read(&self, to: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
+        let queue = self.check_copy(to, len)?;
+        let _entered = queue.enter()?;
+        // SAFETY: as for `enqueue_write`.
+        unsafe { to.memory.copy_from(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
+    }
+
+    /// Checks a copy between the buffer and pinned memory, and returns its queue.
+    fn check_copy(&self, pinned: &PinnedBuffer<T>, len: usize) -> Result<&Queue, LaunchError> {
+        check_len(len, self.len())?;
+        check_len(len, pinned.len())?;
+        let queue = self.memory.queue();
+        queue.check("the pinned elements", &pinned.queue)?;
+        Ok(queue)
+    }
+}
+
+/// Page-locked host memory, for copies to and from a [`Buffer`] that do not wait.
+///
+/// An engine that writes inputs while an earlier step runs needs one per step in flight.
+#[derive(Debug)]
+pub struct PinnedBuffer<T> {
+    memory: Pinned,
+    queue: Queue,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
+    /// `len` zeros, for copies on the queue.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if page-locked memory is exhausted, or no memory can hold `len` elements.
+    pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
+        let bytes = LaunchError::bytes_of::<T>("the pinned elements", len)?;
+        queue.bind()?;
+        Ok(Self { memory: Pinned::new(bytes, 0)?, queue: queue.clone(), len, elements: PhantomData })
+    }
+}
+
+impl<T> PinnedBuffer<T> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether the last copy has finished, so that [`elements`](Self::elements) does not block.
+    ///
+    /// # Errors
+    /// [`LaunchError::Driver`] if the driver returns an error.
+    pub fn is_ready(&self) -> Result<bool, LaunchError> {
+        self.queue.bind()?;
+        self.memory.is_free()
+    }
+
+    /// Blocks this thread until the last copy has finished, and returns the elements.
+    ///
+    /// # Errors
+    /// [`LaunchError::Driver`] if the driver returns an error.
+    pub fn elements(&mut self) -> Result<&mut [T], LaunchError> {
+        self.queue.bind()?;
+        let bytes = self.memory.wait_bytes()?;
+        // SAFETY: the memory holds `len` elements, zeroed (which is valid) or copied from elements. Page-locked memory is page-aligned.
+        // The slice borrows the bytes.
+        Ok(unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), self.len) })
+    }
+}
+
+impl Queue {
+    /// Enqueues a copy of `from` to the start of `to`. Never waits.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or (for buffers) another stream, or
+    /// the stream is being captured.
+    pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
+        &self,
+        from: impl Into<View<'a, T>>,
+        to: impl Into<ViewMut<'a, T>>,
+    ) -> Result<(), LaunchError> {
+        let (mut from, mut to) = (from.into(), to.into());
+        check_len(from.len(), to.len())?;
+        from.check_queue("from", self)?;
+        to.check_queue("to", self)?;
+        let _entered = self.enter()?;
+        let bytes = from.len() * size_of::<T>();
+        let (source, _source_guard) = from.on(self);
+        let (target, _target_guard) = to.on(self);
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Buffers are used and
+        // freed in stream order; guards order the other operands.
+        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
+    }
+}
+
+fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
+    Ok(crate::error::OperandError::within("the copy's elements", len, max)?)
+}

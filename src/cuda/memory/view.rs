@@ -1,0 +1,322 @@
+//! Operands: typed memory, and matrices in it.
+
+use std::{marker::PhantomData, ops::Range, sync::Arc};
+
+use cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+
+use super::region::{Kept, Region};
+use crate::{
+    Element,
+    cuda::{Buffer, LaunchError, Queue, Step, raw, steps::Operand},
+    error::OperandError,
+    extent::Extent,
+};
+
+/// An input in device memory: a cudarc slice or view, or a [`Buffer`].
+#[derive(Debug)]
+pub struct View<'a, T>(Source<'a, T, CudaView<'a, T>>);
+
+/// An input and output in device memory: a cudarc slice or view, or a [`Buffer`].
+#[derive(Debug)]
+pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
+
+#[derive(Debug)]
+enum Source<'a, T, V> {
+    Borrowed(V),
+    Kept(Part<T>, PhantomData<&'a T>),
+}
+
+/// A range of a buffer's elements.
+#[derive(Debug)]
+struct Part<T> {
+    memory: Arc<Region<T>>,
+    first: usize,
+    len: usize,
+    /// Keeps anybody from borrowing a shared buffer exclusively.
+    _shared: Option<Arc<Buffer<T>>>,
+}
+
+impl<T> Part<T> {
+    fn share(&self) -> Self {
+        Self { memory: Arc::clone(&self.memory), first: self.first, len: self.len, _shared: self._shared.clone() }
+    }
+
+    fn ptr(&self) -> u64 {
+        self.memory.region().ptr + (self.first * size_of::<T>()) as u64
+    }
+}
+
+impl<T> Buffer<T> {
+    /// A range of elements, as input.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
+        View(Source::Kept(self.part(range), PhantomData))
+    }
+
+    /// A range of elements, as input and output.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn slice_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
+        ViewMut(Source::Kept(self.part(range), PhantomData))
+    }
+
+    /// The elements before `mid` and those from `mid` on, such as the input and the output of an operation in one buffer.
+    ///
+    /// ```no_run
+    /// # use aril::cuda::*;
+    /// fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, activations: &mut Buffer<f32>) -> Result<(), LaunchError> {
+    ///     let tokens = step.num_tokens();
+    ///     let (x, y) = activations.split_at_mut(tokens * 4096);
+    ///     layer.add_delta(step, Matrix::new(x.as_view(), tokens, 4096)?, MatrixMut::new(y, tokens, 1024)?)
+    /// }
+    /// ```
+    ///
+    /// # Panics
+    /// If `mid` is out of bounds.
+    pub fn split_at_mut(&mut self, mid: usize) -> (ViewMut<'_, T>, ViewMut<'_, T>) {
+        let len = self.memory.len();
+        assert!(mid <= len, "the buffer must have the elements before `mid`");
+        let [first, second] = [0..mid, mid..len].map(|range| ViewMut(Source::Kept(self.part(range), PhantomData)));
+        (first, second)
+    }
+
+    fn part(&self, range: Range<usize>) -> Part<T> {
+        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range must be in the buffer");
+        Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len(), _shared: None }
+    }
+}
+
+impl<'a, T> From<CudaView<'a, T>> for View<'a, T> {
+    fn from(view: CudaView<'a, T>) -> Self {
+        Self(Source::Borrowed(view))
+    }
+}
+
+impl<'a, T> From<&'a CudaSlice<T>> for View<'a, T> {
+    fn from(slice: &'a CudaSlice<T>) -> Self {
+        slice.as_view().into()
+    }
+}
+
+impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
+    fn from(buffer: &'a Buffer<T>) -> Self {
+        buffer.slice(0..buffer.memory.len())
+    }
+}
+
+/// A shared buffer, which nobody can write to. What has the view needs no borrow of it.
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use aril::{cuda::*, model::LinearId};
+/// use half::bf16;
+///
+/// struct Output {
+///     w: Arc<Buffer<bf16>>,
+///     layer: FusedLinear<'static, bf16>,
+/// }
+///
+/// fn output(weights: &WeightTable, id: LinearId, w: Arc<Buffer<bf16>>) -> Result<Output, LaunchError> {
+///     let layer = FusedLinear::new(weights, id, [Matrix::new(Arc::clone(&w), 4096, 4096)?])?;
+///     Ok(Output { w, layer })
+/// }
+/// ```
+impl<T> From<Arc<Buffer<T>>> for View<'static, T> {
+    fn from(buffer: Arc<Buffer<T>>) -> Self {
+        let part = buffer.part(0..buffer.memory.len());
+        Self(Source::Kept(Part { _shared: Some(buffer), ..part }, PhantomData))
+    }
+}
+
+impl<'a, T> From<CudaViewMut<'a, T>> for ViewMut<'a, T> {
+    fn from(view: CudaViewMut<'a, T>) -> Self {
+        Self(Source::Borrowed(view))
+    }
+}
+
+impl<'a, T> From<&'a mut CudaSlice<T>> for ViewMut<'a, T> {
+    fn from(slice: &'a mut CudaSlice<T>) -> Self {
+        slice.as_view_mut().into()
+    }
+}
+
+impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
+    fn from(buffer: &'a mut Buffer<T>) -> Self {
+        buffer.slice_mut(0..buffer.memory.len())
+    }
+}
+
+impl<T> ViewMut<'_, T> {
+    /// The same elements, as input.
+    pub fn as_view(&self) -> View<'_, T> {
+        View(match &self.0 {
+            Source::Borrowed(view) => Source::Borrowed(view.as_view()),
+            Source::Kept(part, _) => Source::Kept(part.share(), PhantomData),
+        })
+    }
+
+    /// The same elements, for one of several uses.
+    ///
+    /// ```no_run
+    /// # use aril::cuda::*;
+    /// # fn add(layers: &[LoraLinear], step: &mut Step<'_>, x: &Buffer<f32>, mut y: ViewMut<'_, f32>) -> Result<(), LaunchError> {
+    /// for layer in layers {
+    ///     layer.add_delta(step, Matrix::new(x, 1, 64)?, MatrixMut::new(y.reborrow(), 1, 64)?)?;
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reborrow(&mut self) -> ViewMut<'_, T> {
+        ViewMut(match &mut self.0 {
+            Source::Borrowed(view) => Source::Borrowed(view.slice_mut(..)),
+            Source::Kept(part, _) => Source::Kept(part.share(), PhantomData),
+        })
+    }
+}
+
+/// Device memory that operations use.
+pub(in crate::cuda) trait Memory {
+    /// Rejects memory of another context or, of a buffer, of another stream. In a captured step, also rejects borrowed memory.
+    fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError>;
+
+    /// The memory that a captured step must keep alive.
+    fn kept(&self) -> Option<Kept>;
+
+    /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
+    fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>);
+}
+
+macro_rules! view {
+    ($view:ident) => {
+        impl<T: Send + Sync + 'static> $view<'_, T> {
+            /// Number of elements.
+            pub(in crate::cuda) fn len(&self) -> usize {
+                match &self.0 {
+                    Source::Borrowed(view) => view.len(),
+                    Source::Kept(part, _) => part.len,
+                }
+            }
+
+            /// Rejects memory of another context or, for buffers, of another stream.
+            pub(in crate::cuda) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
+                match &self.0 {
+                    Source::Borrowed(view) => queue.kernels().check_context(operand, view.stream().context()),
+                    Source::Kept(part, _) => queue.check(operand, part.memory.queue()),
+                }
+            }
+        }
+    };
+}
+
+view!(View);
+view!(ViewMut);
+
+macro_rules! memory {
+    ($view:ty, $device_ptr:ident, $($borrow:tt)+) => {
+        impl<T: Send + Sync + 'static> Memory for $view {
+            fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
+                match &self.0 {
+                    Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
+                    _ => self.check_queue(operand, step.queue()),
+                }
+            }
+
+            fn kept(&self) -> Option<Kept> {
+                match &self.0 {
+                    Source::Borrowed(_) => None,
+                    Source::Kept(part, _) => Some(Arc::clone(&part.memory) as Kept),
+                }
+            }
+
+            fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
+                match $($borrow)+ self.0 {
+                    Source::Borrowed(view) => {
+                        let (ptr, guard) = view.$device_ptr(queue.stream());
+                        (ptr, Some(guard))
+                    }
+                    Source::Kept(part, _) => (part.ptr(), None),
+                }
+            }
+        }
+    };
+}
+
+memory!(View<'_, T>, device_ptr, &);
+memory!(&View<'_, T>, device_ptr, &);
+memory!(ViewMut<'_, T>, device_ptr_mut, &mut);
+
+/// A row-major input matrix in device memory.
+#[derive(Debug)]
+pub struct Matrix<'a, T> {
+    view: View<'a, T>,
+    extent: Extent,
+}
+
+/// A row-major input and output matrix in device memory.
+#[derive(Debug)]
+pub struct MatrixMut<'a, T> {
+    view: ViewMut<'a, T>,
+    extent: Extent,
+}
+
+macro_rules! matrix {
+    ($matrix:ident, $view:ident, $raw:ident, $operand:literal) => {
+        impl<'a, T: Element> $matrix<'a, T> {
+            /// A matrix of contiguous rows.
+            ///
+            /// # Errors
+            /// [`OperandError::Extent`] if `view` has fewer than `rows * cols` elements.
+            pub fn new(view: impl Into<$view<'a, T>>, rows: usize, cols: usize) -> Result<Self, OperandError> {
+                Self::strided(view, rows, cols, cols)
+            }
+
+            /// A matrix whose rows start `row_stride` elements apart.
+            ///
+            /// # Errors
+            /// [`OperandError::Extent`] if `view` is too short, or [`OperandError::Overlap`] if `row_stride < cols`.
+            pub fn strided(
+                view: impl Into<$view<'a, T>>,
+                rows: usize,
+                cols: usize,
+                row_stride: usize,
+            ) -> Result<Self, OperandError> {
+                let view = view.into();
+                let extent = Extent::new($operand, view.len(), rows, cols, row_stride)?;
+                Ok(Self { view, extent })
+            }
+
+            /// The matrix in the raw API, without its address.
+            pub(in crate::cuda) fn shape(&self) -> raw::$raw {
+                self.at(0)
+            }
+
+            /// The raw matrix at this address.
+            pub(in crate::cuda) fn at(&self, address: u64) -> raw::$raw {
+                let Extent { rows, cols, row_stride } = self.extent;
+                raw::$raw::new::<T>(address, rows, cols).row_stride(row_stride)
+            }
+
+            /// The matrix as an operand, which errors name `x` or `y`.
+            pub(in crate::cuda) fn operand(&mut self) -> Option<Operand<'_>> {
+                self.operand_as($operand)
+            }
+
+            pub(in crate::cuda) fn operand_as(&mut self, name: &'static str) -> Option<Operand<'_>> {
+                Some((name, &mut self.view))
+            }
+        }
+    };
+}
+
+matrix!(Matrix, View, MatrixRef, "x");
+matrix!(MatrixMut, ViewMut, MatrixMut, "y");
+
+impl<'a, T: Element> Matrix<'a, T> {
+    /// Where the elements are.
+    pub(in crate::cuda) fn view(&self) -> &View<'a, T> {
+        &self.view
+    }
+}
