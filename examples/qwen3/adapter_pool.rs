@@ -2,12 +2,9 @@
 
 use std::{result, time::Duration};
 
-use aril::{
-    cpu,
-    pool::{AdapterId, Lease, PoolError, Snapshot, Source, StreamId},
-};
+use aril::pool::{self, AdapterId, Backend, Lease, PoolError, Snapshot, Source, StreamId};
 
-/// `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
+/// The library's, on its first compute stream.
 pub(crate) trait AdapterPool {
     fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError>;
     fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError>;
@@ -16,32 +13,24 @@ pub(crate) trait AdapterPool {
     fn snapshot(&self) -> Snapshot;
 }
 
-macro_rules! adapter_pool {
-    ($pool:ty) => {
-        impl AdapterPool for $pool {
-            fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
-                <$pool>::register(self, source)
-            }
+impl<B: Backend<Source = Source>> AdapterPool for pool::AdapterPool<B> {
+    fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
+        self.register(source)
+    }
 
-            fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError> {
-                <$pool>::prepare(self, ids, StreamId::FIRST)
-            }
+    fn prepare(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError> {
+        self.prepare(ids, StreamId::FIRST)
+    }
 
-            fn commit(&mut self) -> result::Result<(), PoolError> {
-                <$pool>::commit(self, StreamId::FIRST)
-            }
+    fn commit(&mut self) -> result::Result<(), PoolError> {
+        self.commit(StreamId::FIRST)
+    }
 
-            fn wait(&mut self, timeout: Duration) -> bool {
-                <$pool>::wait(self, timeout)
-            }
+    fn wait(&mut self, timeout: Duration) -> bool {
+        self.wait(timeout)
+    }
 
-            fn snapshot(&self) -> Snapshot {
-                <$pool>::snapshot(self)
-            }
-        }
-    };
+    fn snapshot(&self) -> Snapshot {
+        self.snapshot()
+    }
 }
-
-adapter_pool!(cpu::AdapterPool);
-#[cfg(feature = "cuda")]
-adapter_pool!(aril::cuda::AdapterPool);

@@ -28,7 +28,7 @@ pub use self::{
     host::{HostAdapter, HostMemory},
     linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
-    pool::AdapterPool,
+    pool::{AdapterPool, Tiers},
     step::Step,
     table::WeightTable,
     upload::{Filled, Reservation, Staging},

@@ -8,31 +8,30 @@ use super::{
 };
 use crate::{
     DType,
-    adapter::SlotImage,
     error::{LoadError, OperandError},
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
-        StreamId, adapter_pool, arena_bytes, slot_at,
+        self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
+        slot_at,
     },
     routing::Batch,
 };
 
-adapter_pool! {
-    ///
-    /// On the CPU, a step keeps its adapters by itself, and a copy only shares the host tier's memory: an adapter in both tiers
-    /// is stored once. Bytes are counted as on a device, in blocks of one arena, so an engine behaves as it does on the GPU.
-    Host
-}
+/// An [`AdapterPool`](pool::AdapterPool) on the CPU.
+///
+/// A step keeps its adapters by itself, and a copy only shares the host tier's memory: an adapter in both tiers is stored once. Bytes are
+/// counted as on a device, in blocks of one arena, so an engine behaves as it does on the GPU.
+pub type AdapterPool = pool::AdapterPool<Tiers>;
 
-/// The slots, and the copies that have ended.
+/// The memory of an [`AdapterPool`]: the slots, the host tier, and the copies that have ended.
 #[derive(Debug)]
-pub(crate) struct Host {
+pub struct Tiers {
     /// The pool's own handle of the table.
     owner: WeightTable,
     /// That of everybody else.
     weights: WeightTable,
+    host: HostTier<Arc<Packed>>,
     copied: VecDeque<u64>,
 }
 
@@ -43,9 +42,15 @@ impl AdapterPool {
     /// [`PoolError`] if a bound is invalid, or threads cannot be started.
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> Result<Self, PoolError> {
         let weights = WeightTable::new(model, dtype, capacity, config.arena_bytes)?;
-        let bounds = weights.bounds().clone();
-        let host = Host { owner: weights.claim()?, weights, copied: VecDeque::new() };
-        Ok(Self { pool: Pool::new(host, bounds, config)? })
+        let host = HostTier::new(weights.bounds().clone(), 0, config)?;
+        let tiers = Tiers { owner: weights.claim()?, weights, host, copied: VecDeque::new() };
+        Self::with(tiers, capacity.num_slots, config)
+    }
+
+    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for all
+    /// modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
+    pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
+        arena_bytes(model, dtype, max_rank, count, 0)
     }
 
     /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation.
@@ -71,7 +76,7 @@ impl AdapterPool {
     /// ```
     ///
     /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
+    /// [`OperandError::NotLeased`] if no [lease](pool::Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
     /// as for [`WeightTable::step`].
     pub fn step<'a>(
         &'a self,
@@ -79,29 +84,45 @@ impl AdapterPool {
         batch: &Batch<'a>,
         workspace: &'a mut Workspace,
     ) -> Result<Step<'a>, OperandError> {
-        let step = self.pool.backend().owner.step(batch, workspace)?;
-        self.pool.check_leased(stream, batch.slots())?;
+        let step = self.backend.owner.step(batch, workspace)?;
+        self.check_leased(stream, batch.slots())?;
         Ok(step)
     }
 
     /// The table, to make layers of, which all compute streams have in common; `None` if the stream belongs to another pool. The pool
     /// alone loads, unloads and [steps](Self::step).
     pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
-        self.pool.has_stream(stream).then(|| &self.pool.backend().weights)
+        self.has_stream(stream).then_some(&self.backend.weights)
     }
 
     /// Adds a compute stream: a thread that steps beside the [first](StreamId::FIRST).
     pub fn add_stream(&mut self) -> StreamId {
-        self.pool.add_stream()
+        self.new_stream()
     }
 }
 
-impl Backend for Host {
-    type Packed = Arc<Packed>;
-    type Packer = ();
+impl Backend for Tiers {
+    type Source = Source;
 
-    fn row_bytes(_: &Model) -> usize {
-        0
+    fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
+        self.host.size(source)
+    }
+
+    fn add(&mut self, id: AdapterId, source: Source) {
+        self.host.add(id, source);
+    }
+
+    fn remove(&mut self, id: AdapterId) {
+        self.host.remove(id);
+    }
+
+    fn read(&mut self, id: AdapterId, _to: Range<usize>, _copy: Option<&Copy>) -> bool {
+        self.host.read(id, |image| Ok(Arc::new(Packed::new(image, |_| ())?)), Ok);
+        false
+    }
+
+    fn next_read(&mut self, wait: Option<Duration>) -> Option<Read> {
+        self.host.next_read(wait)
     }
 
     /// A copy takes no time.
@@ -109,25 +130,14 @@ impl Backend for Host {
         false
     }
 
-    fn packer(&mut self, _copy: Option<&Copy>) -> ((), bool) {
-        ((), false)
-    }
-
-    fn pack((): (), image: &SlotImage<'_>, _to: Range<usize>) -> Result<Arc<Packed>, LoadError> {
-        Ok(Arc::new(Packed::new(image, |_| ())?))
-    }
-
-    fn seal(packed: Arc<Packed>) -> Result<Arc<Packed>, LoadError> {
-        Ok(packed)
-    }
-
     fn revoke(&mut self, _copy: &Copy) -> bool {
         false
     }
 
-    fn finish(&mut self, _packed: &Arc<Packed>, _copy: &Copy) {}
+    fn finish(&mut self, _copy: &Copy) {}
 
-    fn copy(&mut self, packed: &mut Arc<Packed>, copy: &Copy) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
+        let packed = self.host.packed(copy.id);
         let room = Reservation::uncounted(self.owner.shared(), packed.bytes());
         self.owner.put(slot_at(copy.slot), Adapter { packed: Arc::clone(packed), room })?;
         self.copied.push_back(copy.number);
@@ -149,5 +159,9 @@ impl Backend for Host {
 
     fn evict(&mut self, slot: usize) {
         self.owner.unload(slot_at(slot)).expect("the pool's slots are those of its table");
+    }
+
+    fn forget(&mut self, id: AdapterId) {
+        self.host.forget(id);
     }
 }

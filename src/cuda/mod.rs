@@ -50,7 +50,7 @@ pub use self::{
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk, TopK,
     },
-    pool::AdapterPool,
+    pool::{AdapterPool, Tiers},
     staging::Staging,
     steps::{Graph, RoutedBatch, Routing, Step, Workspace},
     stream::Queue,

@@ -27,31 +27,31 @@ use crate::{
     model::Model,
     plan::Capacity,
     pool::{
-        AdapterId, Backend, Copy, Granted, Lease, Outcome, Pool, PoolConfig, PoolError, Residency, Snapshot, Source,
-        StreamId, adapter_pool, arena_bytes, slot_at,
+        self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
+        slot_at,
     },
     residency::Bounds,
 };
 
-adapter_pool! {
-    ///
-    /// Adapters are packed in page-locked host memory, and copied on a stream of the pool's own. Every compute queue has its own
-    /// [table](Self::weights) of descriptors over one arena: the first lease of an adapter on a queue points the slot of that table
-    /// to the adapter, in stream order. Table addresses never change, so graphs follow the current slots.
-    ///
-    /// A lease that has to enqueue work on a stream that is being captured is refused with
-    /// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
-    Device
-}
+/// An [`AdapterPool`](pool::AdapterPool) on a GPU.
+///
+/// Adapters are packed in page-locked host memory, and copied on a stream of the pool's own. Every compute queue has its own
+/// [table](Self::weights) of descriptors over one arena: the first lease of an adapter on a queue points the slot of that table
+/// to the adapter, in stream order. Table addresses never change, so graphs follow the current slots.
+///
+/// A lease that has to enqueue work on a stream that is being captured is refused with
+/// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
+pub type AdapterPool = pool::AdapterPool<Tiers>;
 
-/// The memory and the streams of a pool.
+/// The memory and the streams of an [`AdapterPool`].
 #[derive(Debug)]
-pub(crate) struct Device {
+pub struct Tiers {
     bounds: Bounds,
     /// By stream.
     lanes: Vec<Lane>,
     arena: Arc<Arena>,
     host: Arc<HostArena>,
+    tier: HostTier<Packed>,
     /// For the copies.
     stream: Arc<OwnStream>,
     is_poisoning: bool,
@@ -92,7 +92,7 @@ struct Content {
 
 /// An adapter in host memory.
 #[derive(Debug)]
-pub(crate) struct Packed {
+struct Packed {
     bytes: usize,
     max_rank: usize,
     /// The descriptors of a block at [`NOWHERE`].
@@ -103,7 +103,7 @@ pub(crate) struct Packed {
 
 /// Writes an adapter to page-locked memory, and copies it to the device meanwhile.
 #[derive(Debug)]
-pub(crate) struct Packer {
+struct Packer {
     // Declared first: dropping it waits for copies from the memory.
     unsealed: Unsealed,
     host: Arc<HostArena>,
@@ -123,8 +123,13 @@ impl AdapterPool {
         config: PoolConfig,
     ) -> Result<Self, PoolError> {
         let bounds = Bounds { model: model.clone(), dtype, capacity: capacity.checked()? };
-        let device = Device::new(queue, bounds.clone(), config)?;
-        Ok(Self { pool: Pool::new(device, bounds, config)? })
+        Self::with(Tiers::new(queue, bounds, config)?, capacity.num_slots, config)
+    }
+
+    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for all
+    /// modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
+    pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
+        arena_bytes(model, dtype, max_rank, count, row_bytes(model.num_entries()))
     }
 
     /// Adds a compute stream with a table of its own.
@@ -132,8 +137,8 @@ impl AdapterPool {
     /// # Errors
     /// [`PoolError::Device`] if the queue belongs to another context, its stream is being captured, or device memory is exhausted.
     pub fn add_queue(&mut self, queue: &Queue) -> Result<StreamId, PoolError> {
-        self.pool.backend_mut().add_lane(queue)?;
-        Ok(self.pool.add_stream())
+        self.backend.add_lane(queue)?;
+        Ok(self.new_stream())
     }
 
     /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation is enqueued.
@@ -141,7 +146,7 @@ impl AdapterPool {
     /// Slots in device memory cannot be checked: see [`Routing::update_on_device`](super::Routing::update_on_device).
     ///
     /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
+    /// [`OperandError::NotLeased`] if no [lease](pool::Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
     /// as for [`WeightTable::step`].
     pub fn step<'a>(
         &'a self,
@@ -149,39 +154,41 @@ impl AdapterPool {
         batch: &RoutedBatch<'a>,
         workspace: &'a mut Workspace,
     ) -> Result<Step<'a>, LaunchError> {
-        let lane = self.pool.backend().lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
+        let lane = self.backend.lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
         let step = lane.owner.step(batch, workspace)?;
-        self.pool.check_leased(stream, batch.slots())?;
+        self.check_leased(stream, batch.slots())?;
         Ok(step)
     }
 
     /// The table of a compute stream, to make layers of and to [capture](WeightTable::capture); `None` if the stream belongs to another
     /// pool. The pool alone loads, unloads and [steps](Self::step).
     pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
-        self.pool.backend().lanes.get(stream.0).map(|lane| &lane.weights)
+        self.backend.lanes.get(stream.0).map(|lane| &lane.weights)
     }
 }
 
-impl Device {
+impl Tiers {
     fn new(queue: &Queue, bounds: Bounds, config: PoolConfig) -> Result<Self, PoolError> {
         let num_slots = bounds.capacity.num_slots;
         let arena = Arc::new(Arena::new(queue, config.arena_bytes)?);
         let stream = Arc::new(OwnStream::new(queue)?);
         arena.pending().iter().try_for_each(|event| stream.wait_for(event))?;
-        let mut device = Self {
+        let tier = HostTier::new(bounds.clone(), row_bytes(bounds.model.num_entries()), config)?;
+        let mut tiers = Self {
             bounds,
             lanes: Vec::new(),
             arena,
             // As many bytes as the pool's state gives away, which are whole granules.
             host: Arc::new(HostArena::new(queue, blocks::whole_granules(config.host_bytes))?),
+            tier,
             stream,
             is_poisoning: config.is_poisoning,
             contents: (0..num_slots).map(|_| None).collect(),
             copying: VecDeque::new(),
             parts: Vec::new(),
         };
-        device.add_lane(queue)?;
-        Ok(device)
+        tiers.add_lane(queue)?;
+        Ok(tiers)
     }
 
     fn add_lane(&mut self, queue: &Queue) -> Result<(), PoolError> {
@@ -223,9 +230,9 @@ impl Device {
     }
 
     /// Takes note of a copy that has been enqueued, of an adapter to this block.
-    fn has_enqueued(&mut self, packed: &Packed, copy: &Copy, block: u64, copied: Arc<CudaEvent>) {
+    fn has_enqueued(&mut self, copy: &Copy, block: u64, copied: Arc<CudaEvent>) {
         self.copying.push_back((copy.number, Arc::clone(&copied)));
-        let &Packed { bytes, max_rank, .. } = packed;
+        let &Packed { bytes, max_rank, .. } = self.tier.packed(copy.id);
         self.contents[copy.slot] = Some(Content { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
     }
 
@@ -240,30 +247,14 @@ impl Device {
     }
 }
 
-impl Backend for Device {
-    type Packed = Packed;
-    type Packer = Packer;
-
-    fn row_bytes(model: &Model) -> usize {
-        row_bytes(model.num_entries())
-    }
-
-    fn copies_parts(&self) -> bool {
-        true
-    }
-
-    fn packer(&mut self, copy: Option<&Copy>) -> (Packer, bool) {
-        // After an error, the copy of the whole adapter returns it.
-        let parts = copy.and_then(|copy| self.begin(copy).ok());
-        let is_copied = parts.is_some();
-        (Packer { unsealed: Unsealed(parts), host: Arc::clone(&self.host) }, is_copied)
-    }
-
-    fn pack(packer: Packer, image: &SlotImage<'_>, to: Range<usize>) -> Result<Packed, LoadError> {
-        let Packer { host, unsealed } = packer;
+impl Packer {
+    /// Packs an image to its place in the host tier. If it fails, or what it returns is dropped before it is [sealed](Packed::seal), no part
+    /// of the copy is on its way any more.
+    fn pack(self, image: &SlotImage<'_>, to: usize) -> Result<Packed, LoadError> {
+        let Self { host, unsealed } = self;
         let (bytes, row) = (image.bytes(), Descriptor::row(image, NOWHERE));
         // SAFETY: the pool has given the place to this read alone.
-        let block = unsafe { host.part(to.start..to.start + bytes) };
+        let block = unsafe { host.part(to..to + bytes) };
         match unsealed.parts() {
             None => image.write_to(block)?,
             Some(parts) => {
@@ -271,17 +262,53 @@ impl Backend for Device {
                 // the memory until it has waited for its copies. The block is of this size, and `begin` has made the stream wait.
                 image.write_in_parts(block, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
                 // SAFETY: as above.
-                let row = unsafe { write_row(&host, &row, to.start + row_at(bytes), parts.block()) };
+                let row = unsafe { write_row(&host, &row, to + row_at(bytes), parts.block()) };
                 // SAFETY: as above.
                 unsafe { parts.copy(row_at(bytes), row) }?;
             }
         }
         Ok(Packed { bytes, max_rank: image.max_rank(), row, unsealed: Some(unsealed) })
     }
+}
 
-    fn seal(mut packed: Packed) -> Result<Packed, LoadError> {
-        packed.unsealed.take().map_or(Ok(()), Unsealed::seal)?;
-        Ok(packed)
+impl Packed {
+    /// The adapter is the one that was asked for. If its copy was revoked, waits for its parts.
+    fn seal(mut self) -> Result<Self, LoadError> {
+        self.unsealed.take().map_or(Ok(()), Unsealed::seal)?;
+        Ok(self)
+    }
+}
+
+impl Backend for Tiers {
+    type Source = Source;
+
+    fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
+        self.tier.size(source)
+    }
+
+    fn add(&mut self, id: AdapterId, source: Source) {
+        self.tier.add(id, source);
+    }
+
+    fn remove(&mut self, id: AdapterId) {
+        self.tier.remove(id);
+    }
+
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+        // After an error, the copy of the whole adapter returns it.
+        let parts = copy.and_then(|copy| self.begin(copy).ok());
+        let is_copied = parts.is_some();
+        let packer = Packer { unsealed: Unsealed(parts), host: Arc::clone(&self.host) };
+        self.tier.read(id, move |image| packer.pack(image, to.start), Packed::seal);
+        is_copied
+    }
+
+    fn next_read(&mut self, wait: Option<Duration>) -> Option<Read> {
+        self.tier.next_read(wait)
+    }
+
+    fn copies_parts(&self) -> bool {
+        true
     }
 
     fn revoke(&mut self, copy: &Copy) -> bool {
@@ -289,18 +316,19 @@ impl Backend for Device {
         parts.is_some_and(|(_, parts)| parts.revoke())
     }
 
-    fn finish(&mut self, packed: &Packed, copy: &Copy) {
+    fn finish(&mut self, copy: &Copy) {
         let place = self.parts.iter().position(|(number, _)| *number == copy.number);
         let (_, parts) = self.parts.swap_remove(place.expect("a read that is sealed has its parts"));
-        self.has_enqueued(packed, copy, parts.block(), Arc::clone(parts.copied()));
+        self.has_enqueued(copy, parts.block(), Arc::clone(parts.copied()));
     }
 
-    fn copy(&mut self, packed: &mut Packed, copy: &Copy) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
         let block = self.take_block(copy)?;
+        let packed = self.tier.packed(copy.id);
         // SAFETY: the adapter is in host memory, and neither its read nor a copy of it is under way.
         unsafe { write_row(&self.host, &packed.row, copy.from.start + row_at(packed.bytes), block) };
         let copied = self.enqueue(copy, block)?;
-        self.has_enqueued(packed, copy, block, copied);
+        self.has_enqueued(copy, block, copied);
         Ok(())
     }
 
@@ -338,9 +366,13 @@ impl Backend for Device {
         // After an error, the next copy tries again and returns it.
         let _ = self.clear_rows();
     }
+
+    fn forget(&mut self, id: AdapterId) {
+        self.tier.forget(id);
+    }
 }
 
-impl Drop for Device {
+impl Drop for Tiers {
     /// Waits for the copies, which read host memory and write to the arena. Reads copy nothing more.
     fn drop(&mut self) {
         for (_, parts) in self.parts.drain(..) {

@@ -97,7 +97,7 @@ pub struct Residency {
     pub leases: usize,
     /// Whether it is pinned.
     pub is_pinned: bool,
-    /// Why its last load failed, if it did. [`retry`](crate::cpu::AdapterPool::retry) forgets it.
+    /// Why its last load failed, if it did. [`retry`](super::AdapterPool::retry) forgets it.
     pub failure: Option<Arc<LoadError>>,
 }
 

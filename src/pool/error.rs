@@ -15,7 +15,7 @@ pub enum PoolError {
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     #[error(transparent)]
     Device(#[from] crate::error::LaunchError),
-    /// The last load of the adapter failed. Other adapters are not affected; [`retry`](crate::cpu::AdapterPool::retry) tries again.
+    /// The last load of the adapter failed. Other adapters are not affected; [`retry`](super::AdapterPool::retry) tries again.
     #[error("{id} could not be loaded: {error}")]
     Failed {
         /// The adapter.

@@ -1,8 +1,9 @@
-//! The threads that read adapters and pack them into host memory.
+//! The threads that read adapters and pack them into host memory, and what they have packed.
 
 use std::{
     any::Any,
-    io,
+    collections::HashMap,
+    fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
@@ -14,8 +15,15 @@ use std::{
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::Source;
-use crate::{adapter::SlotImage, error::LoadError};
+use super::{AdapterId, PoolConfig, PoolError, Read as Ended, Source};
+use crate::{
+    DType,
+    adapter::{SlotImage, layout::ALIGNMENT_BYTES},
+    blocks,
+    error::{LoadError, SlotError},
+    model::Model,
+    residency::Bounds,
+};
 
 type Read = Box<dyn FnOnce(&ThreadPool) + Send>;
 
@@ -83,6 +91,95 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
     pub(crate) fn wait(&self, timeout: Duration) -> Option<Loaded<K, P>> {
         self.results.recv_timeout(timeout).ok()
     }
+}
+
+/// The adapters of a pool in host memory, which are packed as `P`, and their sources.
+pub(crate) struct HostTier<P> {
+    bounds: Bounds,
+    /// What a block has behind the image, in bytes.
+    row_bytes: usize,
+    sources: HashMap<AdapterId, Arc<Source>>,
+    packed: HashMap<AdapterId, P>,
+    loaders: Loaders<AdapterId, (P, usize)>,
+}
+
+impl<P> fmt::Debug for HostTier<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostTier").field("adapters", &self.packed.len()).finish_non_exhaustive()
+    }
+}
+
+impl<P: Send + 'static> HostTier<P> {
+    /// A tier for adapters of a table with these bounds.
+    pub(crate) fn new(bounds: Bounds, row_bytes: usize, config: PoolConfig) -> Result<Self, PoolError> {
+        let loaders = Loaders::new(config.loaders.max(1), config.packers.max(1)).map_err(PoolError::Threads)?;
+        Ok(Self { bounds, row_bytes, sources: HashMap::new(), packed: HashMap::new(), loaders })
+    }
+
+    /// As [`Backend::size`](super::Backend::size).
+    pub(crate) fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
+        source.check(&self.bounds)?;
+        Ok((block_bytes(source.bytes(), self.row_bytes), source.is_exact()))
+    }
+
+    pub(crate) fn add(&mut self, id: AdapterId, source: Source) {
+        self.sources.insert(id, Arc::new(source));
+    }
+
+    pub(crate) fn remove(&mut self, id: AdapterId) {
+        self.sources.remove(&id);
+    }
+
+    /// Starts to read an adapter. A loader thread calls `pack` with its image, and then `seal`, once the source is known not to
+    /// have changed meanwhile.
+    pub(crate) fn read(
+        &self,
+        id: AdapterId,
+        pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
+        seal: impl FnOnce(P) -> Result<P, LoadError> + Send + 'static,
+    ) {
+        let source = self.sources.get(&id).expect("a registered adapter has a source");
+        let (reserved, row_bytes) = (source.bytes(), self.row_bytes);
+        let pack = move |image: &SlotImage<'_>| {
+            let bytes = image.bytes();
+            if bytes > reserved {
+                return Err(SlotError::OtherImage { bytes, reserved }.into());
+            }
+            let block_bytes = block_bytes(bytes, row_bytes);
+            Ok((pack(image)?, block_bytes))
+        };
+        self.loaders.start(id, Arc::clone(source), pack, |(packed, bytes)| Ok((seal(packed)?, bytes)));
+    }
+
+    /// As [`Backend::next_read`](super::Backend::next_read).
+    pub(crate) fn next_read(&mut self, wait: Option<Duration>) -> Option<Ended> {
+        let Loaded { id, time, result } = wait.map_or_else(|| self.loaders.next(), |wait| self.loaders.wait(wait))?;
+        let result = result.map(|(packed, bytes)| {
+            self.packed.insert(id, packed);
+            bytes
+        });
+        Some(Ended { id, time, result })
+    }
+
+    /// An adapter that has been read, and is not forgotten.
+    pub(crate) fn packed(&self, id: AdapterId) -> &P {
+        &self.packed[&id]
+    }
+
+    pub(crate) fn forget(&mut self, id: AdapterId) {
+        self.packed.remove(&id);
+    }
+}
+
+/// Size of an arena in which `count` adapters of rank `max_rank` fit, whatever modules they have. Their blocks end with a row.
+pub(crate) fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize, row_bytes: usize) -> usize {
+    let block = block_bytes(SlotImage::max_bytes(model, dtype, max_rank), row_bytes);
+    blocks::bytes_for(std::iter::repeat_n(block, count), 0)
+}
+
+/// Size of the block of an image of `image_bytes` bytes, which are followed by an aligned row.
+fn block_bytes(image_bytes: usize, row_bytes: usize) -> usize {
+    image_bytes.next_multiple_of(ALIGNMENT_BYTES) + row_bytes
 }
 
 /// The threads that pack for an owner with this number.

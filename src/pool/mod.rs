@@ -2,7 +2,7 @@
 //!
 #![doc = include_str!("../docs/pool.md")]
 
-mod api;
+mod adapter_pool;
 mod backend;
 mod config;
 mod core;
@@ -13,27 +13,25 @@ mod lease;
 mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
-mod pooled;
 mod simulated;
 mod source;
 mod stream;
-mod transfer;
 
-pub(crate) use self::{
-    api::adapter_pool,
-    backend::Backend,
-    core::Granted,
-    loaders::{Loaded, Loaders, packers_of},
-    pooled::{Pool, arena_bytes, slot_at},
-    transfer::Copy,
-};
 pub use self::{
+    adapter_pool::AdapterPool,
+    backend::Backend,
     config::PoolConfig,
     counters::{Counters, Outcome, Residency, Snapshot, Tier},
     error::PoolError,
     id::{AdapterId, CacheNamespace},
     lease::Lease,
-    simulated::{SimulatedPool, Work},
+    simulated::{Simulated, SimulatedPool, Work},
     source::Source,
     stream::StreamId,
+};
+pub(crate) use self::{
+    adapter_pool::slot_at,
+    backend::{Copy, Read},
+    core::Granted,
+    loaders::{HostTier, Loaded, Loaders, arena_bytes, packers_of},
 };

@@ -1,52 +1,49 @@
 //! A pool in simulated time.
 
-use std::{
-    collections::VecDeque,
-    fmt,
-    ops::Range,
-    sync::mpsc::{Receiver, Sender, channel},
-    time::Duration,
-};
+use std::{collections::VecDeque, ops::Range, time::Duration};
 
 use super::{
-    AdapterId, Lease, Outcome, PoolConfig, PoolError, Residency, Snapshot, StreamId,
-    core::{Core, Limits},
-    pooled::slot_at,
-    transfer::{Copy, Transfer},
+    AdapterId, AdapterPool, PoolConfig, PoolError, StreamId,
+    backend::{Backend, Copy, Read},
+    core::Granted,
 };
-use crate::{Slot, blocks::GRANULE_BYTES, error::LoadError};
+use crate::{blocks::GRANULE_BYTES, error::LoadError};
 
 /// The decisions of a GPU's adapter pool, without adapters, threads or a device. For simulations of replicas, and for tests of schedulers
 /// and routers.
 ///
-/// Adapters are sizes. Every decision is that of `cuda::AdapterPool`; the reads and copies that it would start are [`Work`], which the
-/// caller takes, gives any time, and [ends](Self::end). Nothing here depends on a clock, so the same calls give the same results.
+/// Adapters are sizes in bytes, rounded up to whole granules of 256 bytes. Every decision is that of `cuda::AdapterPool`; the reads and
+/// copies that it would start are [`Work`], which the caller takes, gives any time, and [ends](Self::end). Nothing here depends on a
+/// clock, so the same calls give the same results. [`wait`](Self::wait) returns `false` at once.
 ///
 /// ```
 /// use std::time::Duration;
-/// use aril::pool::{PoolConfig, PoolError, SimulatedPool, Tier, Work};
+/// use aril::pool::{PoolConfig, PoolError, SimulatedPool, StreamId, Tier, Work};
 ///
 /// // A slot and 256 bytes on the device, and two adapters of this size in host memory.
 /// let mut pool = SimulatedPool::new(1, PoolConfig::arena_bytes(256).host_bytes(512))?;
 /// let [a, b] = [pool.register(256)?, pool.register(256)?];
-/// assert!(matches!(pool.acquire(a), Err(PoolError::Loading { .. })));
+/// assert!(matches!(pool.acquire(a, StreamId::FIRST), Err(PoolError::Loading { .. })));
 /// let read = pool.next_work().expect("the pool reads the adapter");
 /// assert!(matches!(read, Work::Read { id, is_copied: true, .. } if id == a));
 /// pool.end(read, Duration::from_millis(4));
-/// let lease = pool.acquire(a)?;
-/// assert!(matches!(pool.acquire(b), Err(PoolError::Full)));
+/// let lease = pool.acquire(a, StreamId::FIRST)?;
+/// assert!(matches!(pool.acquire(b, StreamId::FIRST), Err(PoolError::Full)));
 ///
 /// drop(lease);
-/// pool.commit();
+/// pool.commit(StreamId::FIRST)?;
 /// pool.prefetch(b)?; // evicts the other
 /// assert_eq!(pool.residency(a).map(|a| a.tier), Some(Tier::Host));
 /// # Ok::<(), PoolError>(())
 /// ```
-pub struct SimulatedPool {
-    core: Core,
-    tiers: Tiers,
-    releases: Receiver<(Slot, StreamId)>,
-    releaser: Sender<(Slot, StreamId)>,
+pub type SimulatedPool = AdapterPool<Simulated>;
+
+/// The memory and the streams of a [`SimulatedPool`], which are work that was started.
+#[derive(Debug, Default)]
+pub struct Simulated {
+    started: VecDeque<Work>,
+    /// Copies that ended with their reads.
+    copied: VecDeque<u64>,
 }
 
 /// What a pool has started to do. Each is given back once, to the pool that it is from.
@@ -75,157 +72,50 @@ pub enum Work {
     },
 }
 
-/// The work that was started, and the copies that ended with their reads.
-#[derive(Default)]
-struct Tiers {
-    started: VecDeque<Work>,
-    copied: Vec<u64>,
-}
-
-impl fmt::Debug for SimulatedPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SimulatedPool").field("snapshot", &self.snapshot()).finish_non_exhaustive()
-    }
-}
-
 impl SimulatedPool {
-    /// A pool with `num_slots` slots. Of `config`, the sizes of the tiers and the number of loaders matter.
+    /// A pool with `num_slots` slots and one stream. Of `config`, the sizes of the tiers and the number of loaders matter.
     ///
     /// # Errors
     /// [`PoolError::Plan`] if a size is too large.
     pub fn new(num_slots: usize, config: PoolConfig) -> Result<Self, PoolError> {
-        let PoolConfig { arena_bytes, host_bytes, loaders, .. } = config;
-        let core = Core::new(Limits { num_slots, arena_bytes, host_bytes, max_reads: loaders.max(1) })?;
-        let (releaser, releases) = channel();
-        Ok(Self { core, tiers: Tiers::default(), releases, releaser })
+        Self::with(Simulated::default(), num_slots, config)
     }
 
-    /// Makes an adapter of `bytes` bytes known, rounded up to whole granules of 256 bytes.
-    ///
-    /// # Errors
-    /// [`PoolError::TooLarge`].
-    pub fn register(&mut self, bytes: usize) -> Result<AdapterId, PoolError> {
-        self.core.register(bytes.max(1).next_multiple_of(GRANULE_BYTES), true)
-    }
-
-    /// As [`AdapterPool::unregister`](crate::cpu::AdapterPool::unregister).
-    ///
-    /// # Errors
-    /// [`PoolError::Unknown`].
-    pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.notice();
-        self.core.unregister(id, &mut self.tiers)
-    }
-
-    /// As [`AdapterPool::prefetch`](crate::cpu::AdapterPool::prefetch).
-    ///
-    /// # Errors
-    /// [`PoolError::Unknown`].
-    pub fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.notice();
-        self.core.prefetch(id, &mut self.tiers)
-    }
-
-    /// As [`AdapterPool::pin`](crate::cpu::AdapterPool::pin).
-    ///
-    /// # Errors
-    /// [`PoolError::Pinned`], [`PoolError::Unknown`].
-    pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.core.set_pinned(id, true)
-    }
-
-    /// As [`AdapterPool::unpin`](crate::cpu::AdapterPool::unpin).
-    ///
-    /// # Errors
-    /// [`PoolError::Unknown`].
-    pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.core.set_pinned(id, false)
-    }
-
-    /// As [`AdapterPool::prepare`](crate::cpu::AdapterPool::prepare), on the [first](StreamId::FIRST) stream. Launches would wait for
-    /// copies that have not ended.
-    ///
-    /// # Errors
-    /// As for `prepare`.
-    pub fn prepare(&mut self, ids: &[AdapterId]) -> Result<Vec<Lease>, PoolError> {
-        self.poll();
-        let stream = StreamId::FIRST;
-        let granted = self.core.prepare(ids, stream, &mut self.tiers)?;
-        let slots = granted.into_iter().map(|granted| slot_at(granted.slot));
-        let lease = |(&id, slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
-        Ok(ids.iter().zip(slots).map(lease).collect())
-    }
-
-    /// As [`AdapterPool::acquire`](crate::cpu::AdapterPool::acquire).
-    ///
-    /// # Errors
-    /// As for [`prepare`](Self::prepare).
-    pub fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError> {
-        self.prepare(&[id])?.pop().ok_or(PoolError::Unknown { id })
-    }
-
-    /// As [`AdapterPool::commit`](crate::cpu::AdapterPool::commit).
-    pub fn commit(&mut self) {
-        self.notice();
-        let known = self.core.commit(StreamId::FIRST, &mut self.tiers);
-        debug_assert!(known.is_ok(), "the first stream is known");
-    }
-
-    /// As [`AdapterPool::poll`](crate::cpu::AdapterPool::poll).
-    pub fn poll(&mut self) {
-        self.notice();
-        self.core.poll(&mut self.tiers);
-    }
-
-    /// The next read or copy that has started since the last call, in order.
+    /// The next of the reads and copies that have started, in the order of their starts. Each is returned once.
     pub fn next_work(&mut self) -> Option<Work> {
-        self.tiers.started.pop_front()
+        self.backend.started.pop_front()
     }
 
     /// Ends a read or a copy. `took` is the time of a read, for the counters.
     pub fn end(&mut self, work: Work, took: Duration) {
         match work {
-            Work::Read { id, bytes, .. } => self.core.has_read(id, took, Ok(bytes), &mut self.tiers),
+            Work::Read { id, bytes, .. } => self.take(Read { id, time: took, result: Ok(bytes) }),
             Work::Copy { number, .. } => self.core.has_copied(number),
         }
-        for number in std::mem::take(&mut self.tiers.copied) {
+        while let Some(number) = self.backend.next_copied() {
             self.core.has_copied(number);
-        }
-    }
-
-    /// As [`AdapterPool::next_outcome`](crate::cpu::AdapterPool::next_outcome). Every load ends well.
-    pub fn next_outcome(&mut self) -> Option<Outcome> {
-        self.poll();
-        self.core.next_outcome()
-    }
-
-    /// As [`AdapterPool::snapshot`](crate::cpu::AdapterPool::snapshot).
-    pub fn snapshot(&self) -> Snapshot {
-        self.core.snapshot()
-    }
-
-    /// As [`AdapterPool::residency`](crate::cpu::AdapterPool::residency).
-    pub fn residency(&self, id: AdapterId) -> Option<Residency> {
-        self.core.residency_of(id)
-    }
-
-    /// As [`AdapterPool::residencies`](crate::cpu::AdapterPool::residencies).
-    pub fn residencies(&self) -> Vec<Residency> {
-        self.core.residencies()
-    }
-
-    /// Takes note of leases that have ended.
-    fn notice(&mut self) {
-        while let Ok((slot, stream)) = self.releases.try_recv() {
-            slot.index().into_iter().for_each(|slot| self.core.release(slot, stream));
         }
     }
 }
 
-impl Transfer for Tiers {
+impl Backend for Simulated {
+    type Source = usize;
+
+    fn size(&self, bytes: &usize) -> Result<(usize, bool), PoolError> {
+        Ok(((*bytes).max(1).next_multiple_of(GRANULE_BYTES), true))
+    }
+
+    fn add(&mut self, _id: AdapterId, _bytes: usize) {}
+
+    fn remove(&mut self, _id: AdapterId) {}
+
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
         self.started.push_back(Work::Read { id, bytes: to.len(), is_copied: copy.is_some() });
         copy.is_some()
+    }
+
+    fn next_read(&mut self, _wait: Option<Duration>) -> Option<Read> {
+        None
     }
 
     fn copies_parts(&self) -> bool {
@@ -238,7 +128,7 @@ impl Transfer for Tiers {
     }
 
     fn finish(&mut self, copy: &Copy) {
-        self.copied.push(copy.number);
+        self.copied.push_back(copy.number);
     }
 
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
@@ -246,7 +136,13 @@ impl Transfer for Tiers {
         Ok(())
     }
 
-    fn close(&mut self, _slot: usize, _stream: StreamId) {}
+    fn next_copied(&mut self) -> Option<u64> {
+        self.copied.pop_front()
+    }
+
+    fn point(&mut self, _granted: Granted, _stream: StreamId) -> Result<(), PoolError> {
+        Ok(())
+    }
 
     fn may_evict(&self) -> bool {
         true

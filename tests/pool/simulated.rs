@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
-use aril::pool::{AdapterId, PoolConfig, PoolError, SimulatedPool, Tier, Work};
+use aril::pool::{AdapterId, PoolConfig, PoolError, SimulatedPool, StreamId, Tier, Work};
 
 const BYTES: usize = 1000;
 /// Blocks are whole granules.
 const BLOCK: usize = 1024;
+const STREAM: StreamId = StreamId::FIRST;
 const TIME: Duration = Duration::from_millis(3);
 
 /// A pool with room for `slots` adapters on the device and `host` in host memory, and `count` adapters.
@@ -32,18 +33,18 @@ fn tiers<const N: usize>(pool: &SimulatedPool, ids: [AdapterId; N]) -> [Tier; N]
 fn a_read_copies_an_adapter_to_the_device() {
     let (mut pool, [a]) = pool(1, 1);
     assert_eq!(pool.next_work(), None);
-    assert!(matches!(pool.acquire(a), Err(PoolError::Loading { id }) if id == a));
+    assert!(matches!(pool.acquire(a, STREAM), Err(PoolError::Loading { id }) if id == a));
     let work = pool.next_work().unwrap();
     assert!(matches!(work, Work::Read { id, bytes: BLOCK, is_copied: true, .. } if id == a), "{work:?}");
     assert_eq!(pool.next_work(), None);
-    assert!(matches!(pool.acquire(a), Err(PoolError::Loading { .. })));
+    assert!(matches!(pool.acquire(a, STREAM), Err(PoolError::Loading { .. })));
     pool.end(work, TIME);
     let snapshot = pool.snapshot();
     assert_eq!((snapshot.resident, snapshot.copying, snapshot.host), (1, 0, 1));
     let counters = snapshot.counters;
     assert_eq!((counters.reads, counters.read_bytes, counters.read_time), (1, BLOCK as u64, TIME));
     assert_eq!((counters.copies, counters.copied_bytes), (1, BLOCK as u64));
-    let lease = pool.acquire(a).unwrap();
+    let lease = pool.acquire(a, STREAM).unwrap();
     assert_eq!((lease.id(), pool.snapshot().counters.waits), (a, 0));
     assert!(pool.next_outcome().is_some_and(|outcome| outcome.id == a && outcome.result.is_ok()));
     assert!(pool.next_outcome().is_none());
@@ -58,19 +59,19 @@ fn an_adapter_in_host_memory_is_copied() {
     }
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Device]);
     // It is leased behind its copy, which can neither be evicted nor read again.
-    let lease = pool.acquire(a).unwrap();
+    let lease = pool.acquire(a, STREAM).unwrap();
     let work = pool.next_work().unwrap();
     assert!(matches!(work, Work::Copy { id, bytes: BLOCK, .. } if id == a), "{work:?}");
     assert_eq!((pool.snapshot().copying, pool.snapshot().counters.waits), (1, 1));
     drop(lease);
-    pool.commit();
-    assert!(matches!(pool.acquire(b), Err(PoolError::Full)), "the copy has not ended");
+    pool.commit(STREAM).unwrap();
+    assert!(matches!(pool.acquire(b, STREAM), Err(PoolError::Full)), "the copy has not ended");
     pool.prefetch(b).unwrap();
     pool.end(work, TIME);
     assert_eq!((pool.snapshot().copying, pool.next_work()), (0, None));
     pool.poll();
     assert!(matches!(pool.next_work(), Some(Work::Copy { id, .. }) if id == b), "there is room for it now");
-    let _lease = pool.acquire(b).unwrap();
+    let _lease = pool.acquire(b, STREAM).unwrap();
     assert_eq!(pool.snapshot().counters.reads, 2);
 }
 
@@ -80,14 +81,14 @@ fn a_slot_is_free_after_the_commit() {
     let (mut pool, [a, b]) = pool(1, 2);
     pool.prefetch(a).unwrap();
     run(&mut pool);
-    let lease = pool.acquire(a).unwrap();
+    let lease = pool.acquire(a, STREAM).unwrap();
     pool.prefetch(b).unwrap();
     run(&mut pool);
     assert_eq!(tiers(&pool, [a, b]), [Tier::Device, Tier::Host]);
     drop(lease);
     pool.poll();
     assert!(pool.next_work().is_none());
-    pool.commit();
+    pool.commit(STREAM).unwrap();
     run(&mut pool);
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Device]);
 }
@@ -101,7 +102,7 @@ fn a_batch_revokes_the_copy_of_a_read() {
     pool.prefetch(b).unwrap();
     let read = pool.next_work().unwrap();
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Source]);
-    let _lease = pool.acquire(a).unwrap();
+    let _lease = pool.acquire(a, STREAM).unwrap();
     assert!(matches!(pool.next_work(), Some(Work::Copy { id, .. }) if id == a));
     pool.end(read, TIME);
     assert_eq!(tiers(&pool, [a, b]), [Tier::Device, Tier::Host]);
@@ -110,19 +111,19 @@ fn a_batch_revokes_the_copy_of_a_read() {
 #[test]
 fn batches_pins_and_ids_are_those_of_a_pool() {
     let (mut pool, [a, b, c]) = pool(2, 3);
-    assert!(matches!(pool.prepare(&[a, b, c]), Err(PoolError::TooLarge { adapters: 3, .. })));
-    assert!(matches!(pool.prepare(&[a, b]), Err(PoolError::Loading { .. })));
+    assert!(matches!(pool.prepare(&[a, b, c], STREAM), Err(PoolError::TooLarge { adapters: 3, .. })));
+    assert!(matches!(pool.prepare(&[a, b], STREAM), Err(PoolError::Loading { .. })));
     run(&mut pool);
-    let leases = pool.prepare(&[b, a, b]).unwrap();
+    let leases = pool.prepare(&[b, a, b], STREAM).unwrap();
     assert_eq!(leases.iter().map(aril::pool::Lease::id).collect::<Vec<_>>(), [b, a, b]);
     assert_eq!(leases[0].slot(), leases[2].slot());
     assert_eq!(pool.residencies().iter().map(|residency| residency.leases).collect::<Vec<_>>(), [1, 2, 0]);
     drop(leases);
-    pool.commit();
+    pool.commit(STREAM).unwrap();
 
     pool.pin(a).unwrap();
     assert!(matches!(pool.pin(b), Err(PoolError::Pinned { .. })));
-    let _lease = pool.acquire(b).unwrap();
+    let _lease = pool.acquire(b, STREAM).unwrap();
     pool.prefetch(c).unwrap();
     run(&mut pool);
     assert_eq!(tiers(&pool, [a, b, c]), [Tier::Device, Tier::Device, Tier::Host]);
@@ -133,7 +134,7 @@ fn batches_pins_and_ids_are_those_of_a_pool() {
 
     pool.unregister(c).unwrap();
     assert!(pool.residency(c).is_none());
-    assert!(matches!(pool.acquire(c), Err(PoolError::Unknown { id }) if id == c));
+    assert!(matches!(pool.acquire(c, STREAM), Err(PoolError::Unknown { id }) if id == c));
     assert_eq!(pool.snapshot().resident, 1, "nothing used it");
     assert!(matches!(pool.register(3 * BLOCK), Err(PoolError::TooLarge { what: "arena", .. })));
 }

@@ -3,9 +3,9 @@
 use std::{any::Any, sync::Arc, time::Duration};
 
 use aril::{
-    Slot, cpu,
+    Slot,
     error::LoadError,
-    pool::{self, AdapterId, Outcome, PoolError, Residency, Snapshot, Source, StreamId, Tier},
+    pool::{AdapterId, AdapterPool, Backend, Outcome, PoolError, Residency, Snapshot, Source, StreamId, Tier},
 };
 
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     error,
 };
 
-/// A pool of adapters. Its operations are those of `aril::{cpu, cuda}::AdapterPool`, on its first compute stream.
+/// A pool of adapters. Its operations are those of an [`AdapterPool`], on its first compute stream.
 pub(crate) trait Pool {
     fn register(&mut self, source: Source) -> Result<AdapterId, PoolError>;
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
@@ -57,81 +57,73 @@ impl Lease {
     }
 }
 
-macro_rules! pool {
-    ($pool:ty) => {
-        impl<D: Device<Pool = $pool>> Steps<D> for $pool {
-            fn slots(&self) -> Slots<'_, D> {
-                Slots::Pool(self)
-            }
-        }
-
-        impl Pool for $pool {
-            fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
-                <$pool>::register(self, source)
-            }
-
-            fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-                <$pool>::unregister(self, id)
-            }
-
-            fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
-                <$pool>::prefetch(self, id)
-            }
-
-            fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
-                <$pool>::retry(self, id)
-            }
-
-            fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)> {
-                loop {
-                    let Outcome { id, result, .. } = self.next_outcome()?;
-                    if let Err(error) = result {
-                        return Some((id, error));
-                    }
-                }
-            }
-
-            fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
-                match self.residency(id) {
-                    None => Err(PoolError::Unknown { id }),
-                    Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
-                    Some(Residency { tier: Tier::Source, .. }) => {
-                        // A prefetch of one that is being read changes nothing.
-                        <$pool>::prefetch(self, id)?;
-                        Ok(false)
-                    }
-                    Some(_) => Ok(true),
-                }
-            }
-
-            fn has_failed(&self, id: AdapterId) -> bool {
-                self.residency(id).is_some_and(|residency| residency.failure.is_some())
-            }
-
-            fn tier(&self, id: AdapterId) -> Option<Tier> {
-                self.residency(id).map(|residency| residency.tier)
-            }
-
-            fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError> {
-                let lease: pool::Lease = <$pool>::acquire(self, id, StreamId::FIRST)?;
-                Ok(Lease::new(lease.slot(), lease))
-            }
-
-            fn commit(&mut self) -> error::Result<()> {
-                Ok(<$pool>::commit(self, StreamId::FIRST)?)
-            }
-
-            fn wait(&mut self, timeout: Duration) -> bool {
-                <$pool>::wait(self, timeout)
-            }
-
-            fn snapshot(&self) -> Snapshot {
-                <$pool>::snapshot(self)
-            }
-        }
-    };
+impl<B: Backend<Source = Source>, D: Device<Pool = AdapterPool<B>>> Steps<D> for AdapterPool<B> {
+    fn slots(&self) -> Slots<'_, D> {
+        Slots::Pool(self)
+    }
 }
 
-pool!(cpu::AdapterPool);
-#[cfg(feature = "cuda")]
-pool!(aril::cuda::AdapterPool);
+impl<B: Backend<Source = Source>> Pool for AdapterPool<B> {
+    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
+        self.register(source)
+    }
+
+    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.unregister(id)
+    }
+
+    fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.prefetch(id)
+    }
+
+    fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.retry(id)
+    }
+
+    fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)> {
+        loop {
+            let Outcome { id, result, .. } = self.next_outcome()?;
+            if let Err(error) = result {
+                return Some((id, error));
+            }
+        }
+    }
+
+    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
+        match self.residency(id) {
+            None => Err(PoolError::Unknown { id }),
+            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
+            Some(Residency { tier: Tier::Source, .. }) => {
+                // A prefetch of one that is being read changes nothing.
+                self.prefetch(id)?;
+                Ok(false)
+            }
+            Some(_) => Ok(true),
+        }
+    }
+
+    fn has_failed(&self, id: AdapterId) -> bool {
+        self.residency(id).is_some_and(|residency| residency.failure.is_some())
+    }
+
+    fn tier(&self, id: AdapterId) -> Option<Tier> {
+        self.residency(id).map(|residency| residency.tier)
+    }
+
+    fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError> {
+        let lease = self.acquire(id, StreamId::FIRST)?;
+        Ok(Lease::new(lease.slot(), lease))
+    }
+
+    fn commit(&mut self) -> error::Result<()> {
+        Ok(self.commit(StreamId::FIRST)?)
+    }
+
+    fn wait(&mut self, timeout: Duration) -> bool {
+        self.wait(timeout)
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        self.snapshot()
+    }
+}

@@ -5,7 +5,7 @@ use std::{collections::VecDeque, sync::Arc};
 use super::{Core, Granted};
 use crate::{
     blocks,
-    pool::{AdapterId, PoolError, StreamId, transfer::Transfer},
+    pool::{AdapterId, PoolError, StreamId, backend::Backend},
 };
 
 impl Core {
@@ -14,13 +14,13 @@ impl Core {
         &mut self,
         ids: &[AdapterId],
         stream: StreamId,
-        transfer: &mut impl Transfer,
+        backend: &mut impl Backend,
     ) -> Result<Vec<Granted>, PoolError> {
         if !self.device.has_stream(stream) {
             return Err(PoolError::NoSuchStream { stream });
         }
         let missing = self.missing(ids);
-        let brought = missing.and_then(|missing| self.bring(ids, &missing, transfer));
+        let brought = missing.and_then(|missing| self.bring(ids, &missing, backend));
         // From here on, its adapters are merely the most recently used ones.
         self.batch += 1;
         brought?;
@@ -85,19 +85,14 @@ impl Core {
     }
 
     /// Brings the missing adapters of the current batch `ids` to the device, or says why they cannot all be there.
-    fn bring(
-        &mut self,
-        ids: &[AdapterId],
-        missing: &[AdapterId],
-        transfer: &mut impl Transfer,
-    ) -> Result<(), PoolError> {
+    fn bring(&mut self, ids: &[AdapterId], missing: &[AdapterId], backend: &mut impl Backend) -> Result<(), PoolError> {
         if missing.is_empty() {
             return Ok(());
         }
         if !self.could_bring(missing) {
             // Other adapters that are being read have room that they do not need yet.
             let others: Vec<_> = self.queue.iter().copied().filter(|id| !missing.contains(id)).collect();
-            others.into_iter().for_each(|id| self.revoke(id, transfer));
+            others.into_iter().for_each(|id| self.revoke(id, backend));
             if !self.could_bring(missing) {
                 self.counters.full += 1;
                 return Err(PoolError::Full);
@@ -106,11 +101,11 @@ impl Core {
         for &id in missing.iter().rev() {
             self.enqueue(id, VecDeque::push_front);
         }
-        self.advance(transfer);
+        self.advance(backend);
         // While nothing is being read or copied, an adapter without a slot means that one in host memory has no room.
         let is_stuck = |id: &AdapterId| self.adapters[id].slot.is_none();
-        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) && transfer.may_evict() {
-            self.rearrange(transfer);
+        if self.reads == 0 && self.device.is_idle_all() && ids.iter().any(is_stuck) && backend.may_evict() {
+            self.rearrange(backend);
         }
         let refusal = self.refusal(ids);
         match &refusal {
@@ -145,15 +140,15 @@ impl Core {
     }
 
     /// Copies everything to the device anew, because the free memory is in pieces and nothing is in use.
-    fn rearrange(&mut self, transfer: &mut impl Transfer) {
+    fn rearrange(&mut self, backend: &mut impl Backend) {
         let ids: Vec<_> = self.device.occupied().map(|place| place.id).collect();
         for id in ids {
-            self.evict(id, transfer);
+            self.evict(id, backend);
             self.counters.moves += 1;
             if self.adapters[&id].is_pinned || self.adapters[&id].batch == self.batch {
                 self.enqueue(id, VecDeque::push_front);
             }
         }
-        self.advance(transfer);
+        self.advance(backend);
     }
 }

@@ -1,6 +1,6 @@
 //! The way up: from the source to host memory, and from there to the device.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc};
 
 use super::{Core, Entry, HostPlace, Rule};
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
     error::LoadError,
     pool::{
         AdapterId, Outcome,
-        transfer::{Copy, Transfer},
+        backend::{Backend, Copy, Read},
     },
 };
 
@@ -34,7 +34,7 @@ impl Core {
 
     /// Starts the reads and copies for which there is room, in the queue's order. An adapter does not overtake another one that
     /// waits for the same memory.
-    pub(super) fn advance(&mut self, transfer: &mut impl Transfer) {
+    pub(super) fn advance(&mut self, backend: &mut impl Backend) {
         let (mut no_device, mut no_host) = (false, false);
         // Whether all adapters so far have room on the device, so that a read may take some for the next one.
         let mut may_copy = true;
@@ -43,9 +43,9 @@ impl Core {
             let Some(entry) = self.adapters.get_mut(&id) else { return false };
             match &entry.host {
                 HostPlace::Reading { .. } => {}
-                HostPlace::Absent => no_host = no_host || !self.read(id, may_copy, transfer),
+                HostPlace::Absent => no_host = no_host || !self.read(id, may_copy, backend),
                 HostPlace::Ready { .. } if no_device => {}
-                HostPlace::Ready { .. } => match self.place(id, transfer) {
+                HostPlace::Ready { .. } => match self.place(id, backend) {
                     Placed::Done => return false,
                     Placed::Outranked => {
                         self.adapters.entry(id).and_modify(|entry| entry.is_waiting = false);
@@ -62,16 +62,16 @@ impl Core {
 
     /// Starts to read an adapter, if there is room in the host tier. If it `may_copy` and there is room on the device, too, the read also
     /// copies it there.
-    fn read(&mut self, id: AdapterId, may_copy: bool, transfer: &mut impl Transfer) -> bool {
+    fn read(&mut self, id: AdapterId, may_copy: bool, backend: &mut impl Backend) -> bool {
         if self.reads == self.max_reads {
             return false;
         }
-        let Some(block) = self.host_block(id, transfer) else { return false };
+        let Some(block) = self.host_block(id, backend) else { return false };
         let (to, &Entry { bytes, is_exact, .. }) = (block.range(), &self.adapters[&id]);
-        let may_copy = may_copy && is_exact && transfer.copies_parts();
-        let room = if may_copy { self.make_room(id, bytes, transfer).ok() } else { None };
+        let may_copy = may_copy && is_exact && backend.copies_parts();
+        let room = if may_copy { self.make_room(id, bytes, backend).ok() } else { None };
         let mut copy = room.map(|copy| Copy { from: to.start..to.start + bytes, ..copy });
-        if !transfer.read(id, to, copy.as_ref()) {
+        if !backend.read(id, to, copy.as_ref()) {
             copy.take().into_iter().for_each(|copy| self.device.evict(copy.slot));
         }
         if let Some(entry) = self.adapters.get_mut(&id) {
@@ -85,16 +85,16 @@ impl Core {
     }
 
     /// Takes back the room on the device of an adapter that is being read, unless all of it has been enqueued.
-    pub(super) fn revoke(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+    pub(super) fn revoke(&mut self, id: AdapterId, backend: &mut impl Backend) {
         let Some(Entry { host: HostPlace::Reading { copy, .. }, .. }) = self.adapters.get_mut(&id) else { return };
         let rules = self.device.rules;
-        if let Some(copy) = copy.take_if(|copy| transfer.revoke(copy) || !rules.holds(Rule::Revoke)) {
+        if let Some(copy) = copy.take_if(|copy| backend.revoke(copy) || !rules.holds(Rule::Revoke)) {
             self.device.evict(copy.slot);
         }
     }
 
     /// Host memory for an adapter. Evicts others, and adapters in the queue only for the current batch.
-    fn host_block(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Option<Block> {
+    fn host_block(&mut self, id: AdapterId, backend: &mut impl Backend) -> Option<Block> {
         let bytes = self.adapters[&id].bytes;
         let is_urgent = self.adapters[&id].batch == self.batch;
         loop {
@@ -105,7 +105,7 @@ impl Core {
             let is_less_urgent =
                 |other| is_urgent && self.may_leave_host(other) && self.adapters[&other].batch != self.batch;
             let victim = self.host.victim(is_free).or_else(|| self.host.victim(is_less_urgent))?;
-            self.forget(victim, transfer);
+            self.forget(victim, backend);
             self.counters.host_evictions += 1;
         }
     }
@@ -124,7 +124,7 @@ impl Core {
     }
 
     /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy without the source.
-    fn make_room(&mut self, id: AdapterId, bytes: usize, transfer: &mut impl Transfer) -> Result<Copy, Placed> {
+    fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Backend) -> Result<Copy, Placed> {
         let entry = &self.adapters[&id];
         let last_use = entry.last_use;
         let older = |core: &Self, id| core.rank(id).filter(|&rank| rank < last_use);
@@ -138,23 +138,23 @@ impl Core {
             if let Some(copy) = self.device.take(id, bytes) {
                 return Ok(copy);
             }
-            let victim = self.device.victim(|id| older(self, id)).filter(|_| transfer.may_evict());
+            let victim = self.device.victim(|id| older(self, id)).filter(|_| backend.may_evict());
             let Some(victim) = victim else { return Err(Placed::Blocked) };
-            self.evict(victim, transfer);
+            self.evict(victim, backend);
             self.counters.evictions += 1;
         }
     }
 
     /// Copies an adapter from host memory to the device, if there is room.
-    fn place(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Placed {
+    fn place(&mut self, id: AdapterId, backend: &mut impl Backend) -> Placed {
         let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
         let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
         let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
-        let copy = match self.make_room(id, bytes, transfer) {
+        let copy = match self.make_room(id, bytes, backend) {
             Ok(copy) => Copy { from, ..copy },
             Err(placed) => return placed,
         };
-        match transfer.copy(&copy) {
+        match backend.copy(&copy) {
             Ok(()) => self.has_placed(id, &copy),
             Err(error) => {
                 self.device.evict(copy.slot);
@@ -174,14 +174,9 @@ impl Core {
         }
     }
 
-    /// Takes the result of a read: the adapter's size in bytes, at most the one registered.
-    pub(crate) fn has_read(
-        &mut self,
-        id: AdapterId,
-        time: Duration,
-        result: Result<usize, LoadError>,
-        transfer: &mut impl Transfer,
-    ) {
+    /// Takes note of the end of a read.
+    pub(crate) fn has_read(&mut self, read: Read, backend: &mut impl Backend) {
+        let Read { id, time, result } = read;
         self.reads -= 1;
         self.counters.read_time += time;
         let Some(entry) = self.adapters.get_mut(&id) else { return };
@@ -194,7 +189,7 @@ impl Core {
                 self.counters.reads += 1;
                 self.counters.read_bytes += bytes as u64;
                 if let Some(copy) = copy {
-                    transfer.finish(&copy);
+                    backend.finish(&copy);
                     self.has_placed(id, &copy);
                     self.queue.retain(|&other| other != id);
                 }
@@ -207,7 +202,7 @@ impl Core {
                 self.queue.retain(|&other| other != id);
             }
         }
-        self.poll(transfer);
+        self.poll(backend);
     }
 
     /// Takes note of the end of a copy.

@@ -4,7 +4,7 @@ use super::{Rule, rules::Rules};
 use crate::{
     blocks::{self, Block, Blocks},
     plan::PlanError,
-    pool::{AdapterId, StreamId, transfer::Copy},
+    pool::{AdapterId, StreamId, backend::Copy},
 };
 
 /// The slots and the arena of the device.
@@ -50,11 +50,14 @@ struct Use {
     leased: bool,
     /// The commit that ends its last use; 0 if it was not used.
     commit: u64,
+    /// Whether steps may use it.
+    is_open: bool,
 }
 
 /// A lease that was granted.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Granted {
+#[expect(unnameable_types, reason = "of a sealed trait")]
+pub struct Granted {
     pub(crate) slot: usize,
     /// Number of the copy that brought the adapter.
     #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
@@ -99,12 +102,27 @@ impl Device {
         self.slots.len()
     }
 
-    /// Takes note of the end of a step's launches. Returns the slots that later steps of the stream may not use.
-    pub(super) fn commit(&mut self, stream: StreamId) -> Vec<usize> {
+    /// Takes note of the end of a step's launches. Later steps of the stream may not use slots whose leases have ended.
+    pub(super) fn commit(&mut self, stream: StreamId) {
         self.commits[stream.0] += 1;
-        let Self { open, slots, .. } = self;
-        let is_closed = |slot: &mut usize| slots[*slot].uses[stream.0].leases == 0;
-        if self.rules.holds(Rule::Close) { open[stream.0].extract_if(.., is_closed).collect() } else { Vec::new() }
+        let Self { open, slots, rules, .. } = self;
+        open[stream.0].retain(|&slot| {
+            let usage = &mut slots[slot].uses[stream.0];
+            usage.is_open = usage.leases > 0 || !rules.holds(Rule::Close);
+            usage.is_open
+        });
+    }
+
+    /// Steps of the stream may use the slot from now on.
+    pub(super) fn open(&mut self, slot: usize, stream: StreamId) {
+        if !std::mem::replace(&mut self.slots[slot].uses[stream.0].is_open, true) {
+            self.open[stream.0].push(slot);
+        }
+    }
+
+    /// Whether steps of the stream may use the slot.
+    pub(super) fn is_open(&self, slot: usize, stream: StreamId) -> bool {
+        self.slots.get(slot).is_some_and(|place| place.uses[stream.0].is_open)
     }
 
     /// Leases of a slot.
@@ -119,13 +137,10 @@ impl Device {
         if is_idle {
             place.uses.iter_mut().for_each(|usage| usage.leased = false);
         }
-        let (usage, open) = (&mut place.uses[stream.0], &mut self.open[stream.0]);
+        let usage = &mut place.uses[stream.0];
         usage.leased = true;
         usage.leases += 1;
         content.leases += 1;
-        if usage.leases == 1 && !open.contains(&slot) {
-            open.push(slot);
-        }
         Some(Granted { slot, number: content.number, is_copying: content.is_copying })
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::{
     blocks::{Block, Blocks},
     plan::PlanError,
-    pool::{AdapterId, transfer::Copy},
+    pool::{AdapterId, backend::Copy},
 };
 
 /// The host's arena, and its adapters by their last use.

@@ -2,13 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::time::Duration;
-
 use super::{Core, Limits, world::World};
 use crate::{
     blocks::GRANULE_BYTES,
-    error::SlotError,
-    pool::{AdapterId, PoolError, StreamId, Tier},
+    pool::{AdapterId, PoolError, StreamId, Tier, backend::Backend as _},
 };
 
 /// A pool of `slots` slots, whose adapters have two granules each, and its world.
@@ -30,8 +27,7 @@ fn register(core: &mut Core) -> AdapterId {
 /// Ends the first read, and tells the pool.
 fn end_read(core: &mut Core, world: &mut World, is_good: bool) {
     world.end_read(0, is_good);
-    let (id, bytes) = world.take_read(0);
-    core.has_read(id, Duration::ZERO, bytes.ok_or_else(|| SlotError::OtherTable.into()), world);
+    core.has_read(world.take_read(0), world);
 }
 
 /// Reads and copies an adapter.
@@ -58,7 +54,7 @@ fn tier(core: &Core, id: AdapterId) -> Tier {
 /// Leases an adapter, launches on it, ends the lease, and runs everything.
 fn launch(core: &mut Core, world: &mut World, id: AdapterId) {
     let granted = core.prepare(&[id], StreamId::FIRST, world).unwrap()[0];
-    world.lease(StreamId::FIRST, granted);
+    world.point(granted, StreamId::FIRST).unwrap();
     world.launch(StreamId::FIRST, granted.slot, id);
     core.release(granted.slot, StreamId::FIRST);
     core.commit(StreamId::FIRST, world).unwrap();

@@ -1,4 +1,4 @@
-//! The pool's decisions, without memory, threads or a device: a [`Transfer`] carries them out.
+//! The pool's decisions, without memory, threads or a device: a [`Backend`] carries them out.
 
 mod batch;
 mod climb;
@@ -20,7 +20,7 @@ use std::{
 
 use self::{device::Device, host::HostPlace};
 pub(crate) use self::{device::Granted, host::Host, rules::Rule};
-use super::{AdapterId, Counters, PoolError, StreamId, transfer::Transfer};
+use super::{AdapterId, Counters, PoolError, StreamId, backend::Backend};
 use crate::{error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
@@ -117,7 +117,7 @@ impl Core {
     }
 
     /// Forgets an adapter: at once for new requests, and its memory once nothing uses it.
-    pub(crate) fn unregister(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+    pub(crate) fn unregister(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
         self.set_pinned(id, false)?;
         let entry = self.registered(id)?;
         entry.is_gone = true;
@@ -129,24 +129,24 @@ impl Core {
             self.outcomes.retain(|&other| other != id);
         }
         self.gone.push(id);
-        self.sweep(transfer);
+        self.sweep(backend);
         Ok(())
     }
 
     /// Starts the way up to the device, unless the last load failed.
-    pub(crate) fn prefetch(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+    pub(crate) fn prefetch(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
         match &self.registered(id)?.failure {
             Some(error) => Err(PoolError::Failed { id, error: Arc::clone(error) }),
-            None => self.retry(id, transfer),
+            None => self.retry(id, backend),
         }
     }
 
     /// Starts the way up to the device. A failure of the last load is forgotten.
-    pub(crate) fn retry(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+    pub(crate) fn retry(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
         self.registered(id)?.failure = None;
         self.touch(id);
         self.enqueue(id, VecDeque::push_back);
-        self.advance(transfer);
+        self.advance(backend);
         Ok(())
     }
 
@@ -172,6 +172,20 @@ impl Core {
         Ok(())
     }
 
+    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
+        self.device.has_stream(stream)
+    }
+
+    /// Steps of the stream may use the slot of a lease from now on, until the commit that follows its last one.
+    pub(crate) fn open(&mut self, slot: usize, stream: StreamId) {
+        self.device.open(slot, stream);
+    }
+
+    /// Whether steps of a stream may use a slot.
+    pub(crate) fn is_open(&self, slot: usize, stream: StreamId) -> bool {
+        self.device.is_open(slot, stream)
+    }
+
     /// Reads that have not ended.
     pub(crate) fn reads(&self) -> usize {
         self.reads
@@ -183,19 +197,19 @@ impl Core {
     }
 
     /// Takes note of the end of a step's launches on a stream.
-    pub(crate) fn commit(&mut self, stream: StreamId, transfer: &mut impl Transfer) -> Result<(), PoolError> {
+    pub(crate) fn commit(&mut self, stream: StreamId, backend: &mut impl Backend) -> Result<(), PoolError> {
         if !self.device.has_stream(stream) {
             return Err(PoolError::NoSuchStream { stream });
         }
-        self.device.commit(stream).into_iter().for_each(|slot| transfer.close(slot, stream));
-        self.poll(transfer);
+        self.device.commit(stream);
+        self.poll(backend);
         Ok(())
     }
 
     /// Frees what is no longer used, and continues what waits for room.
-    pub(crate) fn poll(&mut self, transfer: &mut impl Transfer) {
-        self.sweep(transfer);
-        self.advance(transfer);
+    pub(crate) fn poll(&mut self, backend: &mut impl Backend) {
+        self.sweep(backend);
+        self.advance(backend);
     }
 
     fn registered(&mut self, id: AdapterId) -> Result<&mut Entry, PoolError> {
@@ -212,22 +226,22 @@ impl Core {
     }
 
     /// Frees the memory of unregistered adapters that nothing uses.
-    fn sweep(&mut self, transfer: &mut impl Transfer) {
+    fn sweep(&mut self, backend: &mut impl Backend) {
         let mut gone = std::mem::take(&mut self.gone);
-        gone.retain(|&id| !self.remove(id, transfer));
+        gone.retain(|&id| !self.remove(id, backend));
         self.gone = gone;
     }
 
     /// Frees what nothing uses of an adapter's memory. Returns whether it had no other.
-    fn remove(&mut self, id: AdapterId, transfer: &mut impl Transfer) -> bool {
+    fn remove(&mut self, id: AdapterId, backend: &mut impl Backend) -> bool {
         let Some(entry) = self.adapters.get(&id) else { return true };
-        if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) && transfer.may_evict() {
-            self.evict(id, transfer);
+        if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) && backend.may_evict() {
+            self.evict(id, backend);
         }
         if self.may_leave_host(id) {
-            self.forget(id, transfer);
+            self.forget(id, backend);
         }
-        self.revoke(id, transfer);
+        self.revoke(id, backend);
         let entry = &self.adapters[&id];
         let is_empty = entry.slot.is_none() && matches!(entry.host, HostPlace::Absent);
         if is_empty {
@@ -237,20 +251,20 @@ impl Core {
     }
 
     /// Empties the slot of an idle adapter.
-    fn evict(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+    fn evict(&mut self, id: AdapterId, backend: &mut impl Backend) {
         if let Some(slot) = self.adapters.get_mut(&id).and_then(|entry| entry.slot.take()) {
             self.device.evict(slot);
-            transfer.evict(slot);
+            backend.evict(slot);
         }
     }
 
     /// Frees the host memory of an adapter that is not being copied.
-    fn forget(&mut self, id: AdapterId, transfer: &mut impl Transfer) {
+    fn forget(&mut self, id: AdapterId, backend: &mut impl Backend) {
         let Some(entry) = self.adapters.get_mut(&id) else { return };
         if let HostPlace::Ready { block, .. } = std::mem::take(&mut entry.host) {
             self.host.remove(entry.last_use);
             self.host.blocks.free(block);
-            transfer.forget(id);
+            backend.forget(id);
         }
     }
 }

@@ -3,10 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IteratorRandom};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -17,8 +14,7 @@ use super::{
 };
 use crate::{
     blocks::{self, GRANULE_BYTES},
-    error::SlotError,
-    pool::{AdapterId, PoolError, StreamId},
+    pool::{AdapterId, PoolError, StreamId, backend::Backend as _},
 };
 
 /// Schedules of the property; of a broken rule, fewer show it.
@@ -189,7 +185,8 @@ impl Schedule {
     fn lease(&mut self, ids: &[AdapterId], granted: &[Granted], stream: StreamId) {
         assert_eq!(granted.len(), ids.len());
         for (&id, &granted) in ids.iter().zip(granted) {
-            self.world.lease(stream, granted);
+            self.world.point(granted, stream).unwrap();
+            self.core.open(granted.slot, stream);
             let uses = self.uses.entry(id).or_default();
             if uses.number != granted.number {
                 *uses = Uses { number: granted.number, ..Uses::default() };
@@ -215,7 +212,7 @@ impl Schedule {
     /// Launches a kernel on any slot, with which no safe step could be made.
     fn launch_without_lease(&mut self) {
         let (stream, slot) = (self.any_stream(), self.rng.random_range(0..self.limits.num_slots));
-        if !self.world.open[stream.0][slot] {
+        if !self.core.is_open(slot, stream) {
             self.world.launch_without_lease(stream, slot);
         }
     }
@@ -253,9 +250,8 @@ impl Schedule {
     /// Ends a read, unless it has ended, and tells the pool.
     fn take_read(&mut self, read: usize, is_good: bool) {
         self.world.end_read(read, is_good);
-        let (id, bytes) = self.world.take_read(read);
-        let result = bytes.ok_or_else(|| SlotError::OtherTable.into());
-        self.core.has_read(id, Duration::ZERO, result, &mut self.world);
+        let read = self.world.take_read(read);
+        self.core.has_read(read, &mut self.world);
     }
 
     /// Polls after the end of some copies was noticed.
@@ -281,12 +277,12 @@ impl Schedule {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
         // Steps may use the slots of leases, and of those that ended since the last commit of their stream. No others.
-        for (stream, open) in self.world.open.iter().enumerate() {
-            let may_use = |slot| {
-                self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (StreamId(stream), slot))
-            };
-            if let Some(slot) = (0..open.len()).find(|&slot| open[slot] != may_use(slot)) {
-                return Err(format!("stream {stream} may use slot {slot}: {}", open[slot]));
+        for stream in (0..self.world.num_streams()).map(StreamId) {
+            let may_use =
+                |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot));
+            let is_open = |slot| self.core.is_open(slot, stream);
+            if let Some(slot) = (0..self.limits.num_slots).find(|&slot| is_open(slot) != may_use(slot)) {
+                return Err(format!("{stream:?} may use slot {slot}: {}", is_open(slot)));
             }
         }
         if self.core.device.rules.broken.is_none() {

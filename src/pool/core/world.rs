@@ -2,15 +2,15 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::{collections::VecDeque, ops::Range};
+use std::{collections::VecDeque, ops::Range, time::Duration};
 
 use crate::{
     blocks::GRANULE_BYTES,
     error::{LoadError, SlotError},
     pool::{
-        AdapterId, StreamId,
+        AdapterId, PoolError, StreamId,
+        backend::{Backend, Copy, Read},
         core::Granted,
-        transfer::{Copy, Transfer},
     },
 };
 
@@ -54,7 +54,7 @@ enum Work {
 }
 
 /// A read that has not ended.
-struct Read {
+struct Reading {
     id: AdapterId,
     to: Range<usize>,
     /// Granules that are packed.
@@ -72,13 +72,11 @@ type Row = (Range<usize>, AdapterId);
 pub(super) struct World {
     /// The compute streams, then the transfer stream.
     streams: Vec<VecDeque<Work>>,
-    reads: Vec<Read>,
+    reads: Vec<Reading>,
     device: Vec<u64>,
     host: Vec<u64>,
     /// By stream and slot.
     rows: Vec<Vec<Option<Row>>>,
-    /// By stream and slot: whether steps may use it.
-    pub(super) open: Vec<Vec<bool>>,
     /// By stream: rows that were to be emptied, and that have been.
     clears: Vec<[usize; 2]>,
     /// By stream and slot: the copy that was enqueued last for the row.
@@ -114,7 +112,6 @@ impl World {
             device: vec![0; device_granules],
             host: vec![0; host_granules],
             rows: vec![vec![None; slots]; streams],
-            open: vec![vec![false; slots]; streams],
             clears: vec![[0; 2]; streams],
             flipped: vec![vec![0; slots]; streams],
             copies: Vec::new(),
@@ -134,9 +131,8 @@ impl World {
     }
 
     /// Enqueues what a lease needs.
-    pub(super) fn lease(&mut self, stream: StreamId, granted: Granted) {
+    fn lease(&mut self, stream: StreamId, granted: Granted) {
         let Granted { slot, number, .. } = granted;
-        self.open[stream.0][slot] = true;
         if self.flipped[stream.0][slot] == number {
             return;
         }
@@ -167,7 +163,7 @@ impl World {
     /// Packs the next granule of a read, which copies it. Returns whether there was one.
     pub(super) fn pack(&mut self, read: usize) -> bool {
         let keeps = self.keeps(Obligation::Revoked);
-        let Read { id, to, packed, copy, is_revoked, end } = &mut self.reads[read];
+        let Reading { id, to, packed, copy, is_revoked, end } = &mut self.reads[read];
         let Some(granule) = granules(to).nth(*packed).filter(|_| end.is_none()) else { return false };
         self.host[granule] = id.get();
         if let (Some(copy), Some(transfer)) = (copy, self.streams.last_mut())
@@ -185,7 +181,7 @@ impl World {
             return;
         }
         while is_good && self.pack(read) {}
-        let Read { copy, is_revoked, end, .. } = &mut self.reads[read];
+        let Reading { copy, is_revoked, end, .. } = &mut self.reads[read];
         *end = Some(is_good);
         let Some(copy) = copy.clone() else { return };
         if is_good && !*is_revoked {
@@ -206,10 +202,11 @@ impl World {
         }
     }
 
-    /// Takes a read that has ended: its adapter, and its size if it succeeded.
-    pub(super) fn take_read(&mut self, read: usize) -> (AdapterId, Option<usize>) {
-        let Read { id, to, end, .. } = self.reads.swap_remove(read);
-        (id, end.unwrap().then_some(to.len()))
+    /// Takes a read that has ended.
+    pub(super) fn take_read(&mut self, read: usize) -> Read {
+        let Reading { id, to, end, .. } = self.reads.swap_remove(read);
+        let result = if end.unwrap() { Ok(to.len()) } else { Err(SlotError::OtherTable.into()) };
+        Read { id, time: Duration::ZERO, result }
     }
 
     /// Runs the next work of a stream, unless it must wait. Returns whether it ran.
@@ -291,12 +288,31 @@ impl World {
     }
 }
 
-impl Transfer for World {
+/// Tests register adapters with the [core](super::Core), and tell it what has ended.
+impl Backend for World {
+    type Source = ();
+
+    fn size(&self, (): &()) -> Result<(usize, bool), PoolError> {
+        unreachable!("tests register sizes")
+    }
+
+    fn add(&mut self, _id: AdapterId, (): ()) {}
+
+    fn remove(&mut self, _id: AdapterId) {}
+
+    fn next_read(&mut self, _wait: Option<Duration>) -> Option<Read> {
+        None
+    }
+
+    fn next_copied(&mut self) -> Option<u64> {
+        None
+    }
+
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
         self.host[granules(&to)].fill(TORN);
         let copy = copy.filter(|copy| self.number(copy)).cloned();
         let is_copied = copy.is_some();
-        self.reads.push(Read { id, to, packed: 0, copy, is_revoked: false, end: None });
+        self.reads.push(Reading { id, to, packed: 0, copy, is_revoked: false, end: None });
         is_copied
     }
 
@@ -305,7 +321,7 @@ impl Transfer for World {
     }
 
     fn revoke(&mut self, copy: &Copy) -> bool {
-        let is_of = |read: &&mut Read| read.copy.as_ref().is_some_and(|other| other.number == copy.number);
+        let is_of = |read: &&mut Reading| read.copy.as_ref().is_some_and(|other| other.number == copy.number);
         let Some(read) = self.reads.iter_mut().find(is_of) else { return false };
         read.is_revoked = read.end != Some(true);
         read.is_revoked
@@ -325,8 +341,9 @@ impl Transfer for World {
         Ok(())
     }
 
-    fn close(&mut self, slot: usize, stream: StreamId) {
-        self.open[stream.0][slot] = false;
+    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
+        self.lease(stream, granted);
+        Ok(())
     }
 
     fn may_evict(&self) -> bool {

@@ -5,7 +5,7 @@ use std::{
 
 use aril::{
     admission::{Admission, Answer, Limits, Request as Waiting},
-    pool::{AdapterId, Lease, PoolConfig, SimulatedPool, Tier, Work},
+    pool::{AdapterId, Lease, PoolConfig, SimulatedPool, StreamId, Tier, Work},
 };
 
 use super::Settings;
@@ -134,7 +134,7 @@ impl Server for Replica {
                 return Answer::Stop;
             }
             let id = waiting.adapter.expect("no request is for the base model");
-            let Ok(lease) = pool.acquire(id) else { return Answer::Skip };
+            let Ok(lease) = pool.acquire(id, StreamId::FIRST) else { return Answer::Skip };
             room.take(&requests[&waiting.id]);
             leases.insert(waiting.id, lease);
             started.push(waiting.id);
@@ -162,6 +162,6 @@ impl Server for Replica {
     }
 
     fn end_step(&mut self) {
-        self.pool.commit();
+        self.pool.commit(StreamId::FIRST).expect("every pool has its first stream");
     }
 }

@@ -1,0 +1,228 @@
+use std::{
+    fmt,
+    sync::mpsc::{Receiver, Sender, channel},
+    time::Duration,
+};
+
+use super::{
+    AdapterId, Lease, Outcome, PoolConfig, PoolError, Residency, Snapshot, StreamId,
+    backend::{Backend, Read},
+    core::{Core, Limits},
+};
+use crate::{Slot, error::OperandError};
+
+/// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads of
+/// the pool read the files.
+///
+/// A step is: [`prepare`](Self::prepare) its adapters, `step`, drop the leases of requests that have ended, and
+/// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait).
+/// [`pool`](crate::pool) has the whole story.
+///
+/// Its backend makes it and starts its steps: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool` and
+/// [`SimulatedPool`](super::SimulatedPool) are pools of one backend each.
+#[doc(alias = "LoRAModelManager")]
+pub struct AdapterPool<B: Backend> {
+    pub(super) core: Core,
+    pub(crate) backend: B,
+    releases: Receiver<(Slot, StreamId)>,
+    releaser: Sender<(Slot, StreamId)>,
+}
+
+impl<B: Backend> fmt::Debug for AdapterPool<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AdapterPool").field("snapshot", &self.snapshot()).finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> AdapterPool<B> {
+    /// A pool of `num_slots` slots. The backend has as much memory as the configuration says.
+    pub(crate) fn with(backend: B, num_slots: usize, config: PoolConfig) -> Result<Self, PoolError> {
+        let PoolConfig { arena_bytes, host_bytes, loaders, .. } = config;
+        let core = Core::new(Limits { num_slots, arena_bytes, host_bytes, max_reads: loaders.max(1) })?;
+        let (releaser, releases) = channel();
+        Ok(Self { core, backend, releases, releaser })
+    }
+
+    /// Makes an adapter known, under an id of its own. Loads nothing.
+    ///
+    /// # Errors
+    /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier.
+    pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
+        let (bytes, is_exact) = self.backend.size(&source)?;
+        let id = self.core.register(bytes, is_exact)?;
+        self.backend.add(id, source);
+        Ok(id)
+    }
+
+    /// Forgets an adapter: at once for new requests. Its memory returns when its last lease has ended and been committed.
+    /// Requests that hold a lease keep it.
+    ///
+    /// # Errors
+    /// [`PoolError::Unknown`].
+    pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.unregister(id, &mut self.backend)?;
+        self.backend.remove(id);
+        Ok(())
+    }
+
+    /// Starts to bring an adapter to the device, and counts as a use.
+    ///
+    /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host tier.
+    ///
+    /// # Errors
+    /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
+    pub fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.prefetch(id, &mut self.backend)
+    }
+
+    /// Like [`prefetch`](Self::prefetch), and forgets that the last load failed.
+    ///
+    /// # Errors
+    /// [`PoolError::Unknown`].
+    pub fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.retry(id, &mut self.backend)
+    }
+
+    /// How a load ended, once for each: of registered adapters, in the order in which they ended. If an adapter is loaded again
+    /// meanwhile, only its last load is reported. Calling this is optional.
+    pub fn next_outcome(&mut self) -> Option<Outcome> {
+        self.poll();
+        self.core.next_outcome()
+    }
+
+    /// Keeps an adapter on the device once it is there. Does not load it.
+    ///
+    /// # Errors
+    /// [`PoolError::Pinned`] if no slot, or no room for the largest of the other adapters, would be left. `Unknown`.
+    pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.core.set_pinned(id, true)
+    }
+
+    /// Undoes [`pin`](Self::pin).
+    ///
+    /// # Errors
+    /// [`PoolError::Unknown`].
+    pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.core.set_pinned(id, false)
+    }
+
+    /// Leases all adapters of a batch for launches on `stream`, or none: one lease for each id, in order. Ids may repeat.
+    /// No adapter is evicted for another one of the batch. Launches wait on the device for adapters that are being copied.
+    ///
+    /// # Errors
+    /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: [`retry`](Self::retry)
+    /// the adapter.
+    /// [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`].
+    pub fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
+        self.poll();
+        let granted = self.core.prepare(ids, stream, &mut self.backend)?;
+        // All leases exist before the first is enqueued, so that an error ends them all.
+        let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
+        let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
+        for granted in granted {
+            self.backend.point(granted, stream)?;
+            self.core.open(granted.slot, stream);
+        }
+        Ok(leases)
+    }
+
+    /// Leases one adapter, as [`prepare`](Self::prepare) does. Another adapter of the same batch may be evicted for it,
+    /// unless it is leased.
+    ///
+    /// # Errors
+    /// As for `prepare`.
+    pub fn acquire(&mut self, id: AdapterId, stream: StreamId) -> Result<Lease, PoolError> {
+        self.prepare(&[id], stream)?.pop().ok_or(PoolError::Unknown { id })
+    }
+
+    /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it, and later
+    /// steps of the stream refuse them. Enqueues nothing.
+    ///
+    /// An engine that drops leases after its last step commits once more, so that their memory can be used.
+    ///
+    /// # Errors
+    /// [`PoolError::NoSuchStream`].
+    pub fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
+        self.notice();
+        self.core.commit(stream, &mut self.backend)
+    }
+
+    /// Takes note of reads, copies and leases that have ended, frees memory and continues prefetches. Every other call
+    /// but reports does so, too.
+    pub fn poll(&mut self) {
+        self.notice();
+        self.core.poll(&mut self.backend);
+    }
+
+    /// Blocks this thread until a loader thread has finished, or for `timeout`. Returns whether one has. Returns `false` at
+    /// once if none is busy.
+    pub fn wait(&mut self, timeout: Duration) -> bool {
+        if self.core.reads() == 0 {
+            return false;
+        }
+        let read = self.backend.next_read(Some(timeout));
+        let has_ended = read.is_some();
+        read.into_iter().for_each(|read| self.take(read));
+        self.poll();
+        has_ended
+    }
+
+    /// The state of the pool and its counters. Takes time for each slot.
+    pub fn snapshot(&self) -> Snapshot {
+        self.core.snapshot()
+    }
+
+    /// Where an adapter is; `None` if it is not registered.
+    pub fn residency(&self, id: AdapterId) -> Option<Residency> {
+        self.core.residency_of(id)
+    }
+
+    /// Where all registered adapters are, by id. For routers that place requests.
+    pub fn residencies(&self) -> Vec<Residency> {
+        self.core.residencies()
+    }
+
+    /// Whether the stream is one of the pool's.
+    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
+        self.core.has_stream(stream)
+    }
+
+    pub(crate) fn new_stream(&mut self) -> StreamId {
+        self.core.add_stream()
+    }
+
+    /// Rejects slots that no lease of the stream holds.
+    pub(crate) fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
+        if !self.has_stream(stream) {
+            return Err(OperandError::NoSuchStream { stream });
+        }
+        let is_open = |slot: &Slot| slot.index().is_none_or(|index| self.core.is_open(index, stream));
+        slots.iter().find(|slot| !is_open(slot)).map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
+    }
+
+    /// Takes note of leases, reads and copies that have ended.
+    fn notice(&mut self) {
+        while let Ok((slot, stream)) = self.releases.try_recv() {
+            slot.index().into_iter().for_each(|slot| self.core.release(slot, stream));
+        }
+        while let Some(number) = self.backend.next_copied() {
+            self.core.has_copied(number);
+        }
+        while let Some(read) = self.backend.next_read(None) {
+            self.take(read);
+        }
+    }
+
+    /// Takes note of a read that has ended.
+    pub(super) fn take(&mut self, read: Read) {
+        self.core.has_read(read, &mut self.backend);
+    }
+}
+
+/// The slot of an index that is within a table.
+pub(crate) fn slot_at(index: usize) -> Slot {
+    Slot::new(u16::try_from(index).expect("a table has no more slots than this"))
+}
