@@ -210,9 +210,18 @@ impl<T: Element> Device for Cpu<T> {
         })
     }
 
-    fn add_delta(&self, layer: &LoraLinear, step: &mut cpu::Step<'_>, x: &Tensor<T>, y: &mut Tensor<T>) -> Result<()> {
+    fn gemm_with_deltas(
+        &self,
+        x: &Tensor<T>,
+        (base, layer): (&Weight, &LoraLinear),
+        step: &mut cpu::Step<'_>,
+    ) -> Result<Tensor<T>> {
+        let mut y = self.gemm(x, base)?;
         let (layer, exchange, max_rank) = match layer {
-            LoraLinear::Whole(layer) => return Ok(layer.add_delta(step, x.view()?, y.view_mut()?)?),
+            LoraLinear::Whole(layer) => {
+                layer.add_delta(step, x.view()?, y.view_mut()?)?;
+                return Ok(y);
+            }
             LoraLinear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
         };
         let [rows, cols] = exchange.sent(x.rows(), max_rank);
@@ -224,7 +233,8 @@ impl<T: Element> Device for Cpu<T> {
             Collective::AllReduce => sum(&of_ranks),
         };
         let [rows, cols] = exchange.received(x.rows(), max_rank);
-        Ok(layer.expand(step, cpu::Matrix::new(&v, rows, cols)?, y.view_mut()?)?)
+        layer.expand(step, cpu::Matrix::new(&v, rows, cols)?, y.view_mut()?)?;
+        Ok(y)
     }
 
     fn forward(&self, layer: &Infallible, _: &mut cpu::Step<'_>, _: &Tensor<T>) -> Result<Tensor<T>> {

@@ -601,7 +601,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         base: &'a Matrix<T>,
     ) -> Result<Option<Fused<'a, T>>> {
         let (site, device) = (&adapters.model()[id], self.queue.kernels().device());
-        // Then the layer has its GEMM alone, and `add_delta` behind it.
+        // Then the layer has its GEMM, and `write_delta` before it.
         if ForwardPlan::new(site, T::DTYPE, adapters.capacity()).and_then(|plan| plan.on(device)).is_err() {
             return Ok(None);
         }
@@ -644,16 +644,26 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Self::start(adapters, buffers, &Batch::new(slots).with_scales(scales)?)
     }
 
-    fn add_delta(&self, layer: &Linear, step: &mut cuda::Step<'_>, x: &Matrix<T>, y: &mut Matrix<T>) -> Result<()> {
+    /// The deltas come first, and the GEMM adds to them: their kernel starts before the one in front of it has ended, and nothing starts
+    /// early behind a GEMM of cuBLASLt.
+    fn gemm_with_deltas(
+        &self,
+        x: &Matrix<T>,
+        (base, layer): (&Matrix<T>, &Linear),
+        step: &mut cuda::Step<'_>,
+    ) -> Result<Matrix<T>> {
         let (layer, exchange, max_rank) = match layer {
             Linear::Whole(layer) => {
-                layer.add_delta(step, x.operand()?, y.operand_mut()?)?;
-                self.lets_next_start.set(true);
-                return Ok(());
+                let mut y = self.alloc(x.rows, base.rows)?;
+                layer.write_delta(step, x.operand()?, y.operand_mut()?)?;
+                self.gemm.run(x, base, &mut y, 1.0)?;
+                self.lets_next_start.set(false);
+                return Ok(y);
             }
             Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
         };
         let Some(nccl) = &self.nccl else { bail!("a fully sharded layer needs the other ranks") };
+        let mut y = self.gemm(x, base)?;
         let [rows, cols] = exchange.sent(x.rows, max_rank);
         let mut v = self.alloc::<f32>(rows, cols)?;
         layer.shrink(step, x.operand()?, v.operand_mut()?)?;
@@ -669,7 +679,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
                 v
             }
         };
-        Ok(layer.expand(step, v.operand()?, y.operand_mut()?)?)
+        layer.expand(step, v.operand()?, y.operand_mut()?)?;
+        Ok(y)
     }
 
     fn forward(&self, fused: &Fused<'_, T>, step: &mut cuda::Step<'_>, x: &Matrix<T>) -> Result<Matrix<T>> {
@@ -782,7 +793,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, weight.rows)?;
-        self.gemm.run(x, weight, &mut y)?;
+        self.gemm.run(x, weight, &mut y, 0.0)?;
         self.lets_next_start.set(false);
         Ok(y)
     }

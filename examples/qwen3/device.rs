@@ -198,14 +198,14 @@ pub(crate) trait Device: Sized {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<Self::LoraStep<'a>>;
-    /// `y[t] += scale · scaling · B (A x[t])`, rounded once. All ranks take part if the layer is fully sharded.
-    fn add_delta(
+    /// [`gemm`](Self::gemm) and the deltas: `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`. All ranks take part if the layer is fully
+    /// sharded.
+    fn gemm_with_deltas(
         &self,
-        layer: &Self::LoraLinear,
-        step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
-        y: &mut Self::Tensor,
-    ) -> Result<()>;
+        layer: (&Self::Weight, &Self::LoraLinear),
+        step: &mut Self::LoraStep<'_>,
+    ) -> Result<Self::Tensor>;
     /// `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`, rounded once.
     fn forward(
         &self,

@@ -259,8 +259,8 @@ impl<D: Device> Model<'_, D> {
         self.device.all_gather(logits, self.config.vocab)
     }
 
-    /// On the rank's part of a layer, the base model's GEMM, then the delta of every token's adapter: all that multi-LoRA needs in a
-    /// linear layer. Where it is faster, one operation of the library does both.
+    /// On the rank's part of a layer, the base model's GEMM and the delta of every token's adapter: all that multi-LoRA needs in a linear
+    /// layer. Where it is faster, one operation of the library does both.
     fn linear(
         &self,
         x: &D::Tensor,
@@ -271,11 +271,10 @@ impl<D: Device> Model<'_, D> {
         if let Some(fused) = fused.filter(|fused| lora.is_fused(self.device, layer, fused)) {
             return self.device.forward(fused, lora.step, x);
         }
-        let mut y = self.device.gemm(x, base)?;
         if lora.has_adapters {
-            self.device.add_delta(layer, lora.step, x, &mut y)?;
+            return self.device.gemm_with_deltas(x, (base, layer), lora.step);
         }
-        Ok(y)
+        self.device.gemm(x, base)
     }
 
     /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.

@@ -74,8 +74,8 @@ impl Gemm {
         Ok(Self { operation, preference, library, element, workspace, queue: queue.clone() })
     }
 
-    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`.
-    pub(super) fn run<T>(&self, x: &Matrix<T>, weight: &Matrix<T>, y: &mut Matrix<T>) -> Result<()>
+    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y` holds.
+    pub(super) fn run<T>(&self, x: &Matrix<T>, weight: &Matrix<T>, y: &mut Matrix<T>, beta: f32) -> Result<()>
     where
         T: Element + DeviceRepr,
     {
@@ -102,7 +102,7 @@ impl Gemm {
         };
         let chosen = chosen.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))?;
 
-        let (one, zero) = (1.0_f32, 0.0_f32);
+        let one = 1.0_f32;
         // SAFETY: the layouts describe the matrices. Each matrix starts an allocation, so it is aligned as the heuristic assumes. The
         // workspace has the size given to the heuristic and is used on this stream only.
         let launched = unsafe {
@@ -110,7 +110,7 @@ impl Gemm {
                 self.library.0,
                 self.operation.0,
                 address(&one),
-                address(&zero),
+                address(&beta),
                 weight.address as *const c_void,
                 weight_layout.0,
                 x.address as *const c_void,

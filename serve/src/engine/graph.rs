@@ -36,7 +36,7 @@ pub(crate) trait Capture: Device<Pool: Steps<Self>> {
         record: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
     ) -> Result<Option<(Self::Graph, R)>>;
 
-    /// Enqueues a captured step whose first tokens have these slots. The others have no adapter.
+    /// Enqueues a captured step whose tokens have these slots.
     fn replay(
         &self,
         graph: &mut Self::Graph,
@@ -186,7 +186,10 @@ impl<D: Capture> Decoder<D> {
         graphs.batch.set(model.device, step, drawn)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
-        model.device.replay(&mut captured.graph, adapters, &mut session.buffers, &step.slots)?;
+        // A row beyond the batch keeps its delta of an earlier step, and the GEMM would add to it again.
+        let mut slots = step.slots.clone();
+        slots.resize(graphs.batch.tokens, Slot::BASE);
+        model.device.replay(&mut captured.graph, adapters, &mut session.buffers, &slots)?;
         self.enqueued = Some(Instant::now());
         Ok(Some((&captured.logits, graphs.batch.tokens)))
     }
