@@ -45,15 +45,15 @@ pub(crate) fn model() -> Result<(Model, Vec<LinearId>)> {
 
 impl Library {
     /// Writes adapters of different ranks, registers them, and computes what each gives alone.
-    pub(crate) fn write(device: &mut dyn Device, adapters: usize, rng: &mut StdRng) -> Result<Self> {
-        let (dir, model) = (tempfile::tempdir()?, device.model());
+    pub(crate) fn write(device: &mut impl Device, adapters: usize, rng: &mut StdRng) -> Result<Self> {
+        let (dir, model) = (tempfile::tempdir()?, device.model().clone());
         let mut served = Vec::with_capacity(adapters);
         for number in 0..adapters {
             let path = dir.path().join(number.to_string());
             write(&path, [8, 16, 16, 32, 64][number % 5], rng)?;
             let x: Vec<bf16> = (0..HIDDEN).map(|_| bf16::from_f32(rng.random_range(-1.0..1.0))).collect();
             let y = device.alone(&Adapter::open(&path)?, &x)?;
-            let id = device.register(Source::directory(&path, &model, DType::BF16)?)?;
+            let id = device.pool().register(Source::directory(&path, &model, DType::BF16)?)?;
             served.push(Served { id, x, y });
         }
         Ok(Self { served, _dir: dir })

@@ -1,14 +1,12 @@
 //! The CPU or the GPU: a pool, its layers, and the operands of a step.
 
-use std::time::Duration;
-
 use aril::{
     DType, Slot,
     adapter::Adapter,
     cpu,
     model::{LinearId, Model},
     plan::Capacity,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source, StreamId},
+    pool::{AdapterPool, Backend, PoolConfig, Source, StreamId},
     routing::Batch,
 };
 use half::bf16;
@@ -18,8 +16,6 @@ use super::{
     adapters::{self, HIDDEN, LAYERS, MAX_RANK, OUTPUTS},
 };
 
-type PoolResult<T> = std::result::Result<T, PoolError>;
-
 /// Outputs of a token in one layer.
 const WIDTH: usize = OUTPUTS / LAYERS;
 /// Enough for one adapter.
@@ -27,14 +23,11 @@ const ALONE_BYTES: usize = 8 << 20;
 
 /// A pool, and steps on it.
 pub(crate) trait Device {
-    fn name(&self) -> &'static str;
-    fn model(&self) -> Model;
-    fn register(&mut self, source: Source) -> PoolResult<AdapterId>;
-    fn prefetch(&mut self, id: AdapterId) -> PoolResult<()>;
-    fn acquire(&mut self, id: AdapterId) -> PoolResult<Lease>;
-    fn commit(&mut self) -> PoolResult<()>;
-    fn wait(&mut self, timeout: Duration) -> bool;
-    fn snapshot(&self) -> Snapshot;
+    type Backend: Backend<Source = Source>;
+    const NAME: &str;
+
+    fn model(&self) -> &Model;
+    fn pool(&mut self) -> &mut AdapterPool<Self::Backend>;
 
     /// The deltas of one token for each slot: `x` is `[tokens, HIDDEN]`, the result `[tokens, OUTPUTS]`.
     fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>>;
@@ -43,58 +36,14 @@ pub(crate) trait Device {
     fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>>;
 }
 
-/// What a pool of either backend does.
-macro_rules! pooled {
-    () => {
-        fn model(&self) -> Model {
-            self.model.clone()
-        }
-
-        fn register(&mut self, source: Source) -> PoolResult<AdapterId> {
-            self.pool.register(source)
-        }
-
-        fn prefetch(&mut self, id: AdapterId) -> PoolResult<()> {
-            self.pool.prefetch(id)
-        }
-
-        fn acquire(&mut self, id: AdapterId) -> PoolResult<Lease> {
-            self.pool.acquire(id, StreamId::FIRST)
-        }
-
-        fn commit(&mut self) -> PoolResult<()> {
-            self.pool.commit(StreamId::FIRST)
-        }
-
-        fn wait(&mut self, timeout: Duration) -> bool {
-            self.pool.wait(timeout)
-        }
-
-        fn snapshot(&self) -> Snapshot {
-            self.pool.snapshot()
-        }
-    };
-}
-
-/// The GPU if there is one and the feature `cuda` is on, or else the CPU.
-pub(crate) fn open(slots: usize, max_tokens: usize, config: PoolConfig, cpu_only: bool) -> Result<Box<dyn Device>> {
-    let capacity = Capacity::tokens(max_tokens).slots(slots).rank(MAX_RANK);
-    #[cfg(feature = "cuda")]
-    if !cpu_only && aril::cuda::driver_is_present() {
-        return Ok(Box::new(gpu::Gpu::new(capacity, config)?));
-    }
-    let _ = cpu_only;
-    Ok(Box::new(Cpu::new(capacity, config)?))
-}
-
-struct Cpu {
+pub(crate) struct Cpu {
     model: Model,
     ids: Vec<LinearId>,
     pool: cpu::AdapterPool,
 }
 
 impl Cpu {
-    fn new(capacity: Capacity, config: PoolConfig) -> Result<Self> {
+    pub(crate) fn new(capacity: Capacity, config: PoolConfig) -> Result<Self> {
         let (model, ids) = adapters::model()?;
         let pool = cpu::AdapterPool::new(&model, DType::BF16, capacity, config)?;
         Ok(Self { model, ids, pool })
@@ -114,10 +63,15 @@ impl Cpu {
 }
 
 impl Device for Cpu {
-    pooled!();
+    type Backend = cpu::Tiers;
+    const NAME: &str = "the CPU";
 
-    fn name(&self) -> &'static str {
-        "the CPU"
+    fn model(&self) -> &Model {
+        &self.model
+    }
+
+    fn pool(&mut self) -> &mut cpu::AdapterPool {
+        &mut self.pool
     }
 
     fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {
@@ -142,7 +96,7 @@ fn by_token(y: &[bf16], tokens: usize) -> Vec<bf16> {
 }
 
 #[cfg(feature = "cuda")]
-mod gpu {
+pub(crate) mod gpu {
     use aril::cuda::{
         AdapterPool, Buffer, Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
     };
@@ -221,10 +175,15 @@ mod gpu {
     }
 
     impl Device for Gpu {
-        pooled!();
+        type Backend = aril::cuda::Tiers;
+        const NAME: &str = "the GPU";
 
-        fn name(&self) -> &'static str {
-            "the GPU"
+        fn model(&self) -> &Model {
+            &self.model
+        }
+
+        fn pool(&mut self) -> &mut AdapterPool {
+            &mut self.pool
         }
 
         fn step(&mut self, slots: &[Slot], x: &[bf16]) -> Result<Vec<bf16>> {

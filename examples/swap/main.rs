@@ -18,7 +18,8 @@ use std::{
 
 use aril::{
     Slot,
-    pool::{Lease, PoolConfig, PoolError, Snapshot},
+    plan::Capacity,
+    pool::{Lease, PoolConfig, PoolError, Snapshot, StreamId},
 };
 use clap::Parser;
 use half::bf16;
@@ -27,8 +28,8 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use rand_distr::{Distribution, Zipf};
 
 use self::{
-    adapters::{Library, Served},
-    device::Device,
+    adapters::{Library, MAX_RANK, Served},
+    device::{Cpu, Device},
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -89,25 +90,34 @@ fn main() -> Result<()> {
     run(&Options::parse())
 }
 
+/// Runs on the GPU if there is one and the feature `cuda` is on, or else on the CPU.
 fn run(options: &Options) -> Result<()> {
-    let mut rng = StdRng::seed_from_u64(options.seed);
+    let capacity = Capacity::tokens(options.batch).slots(options.slots).rank(MAX_RANK);
     let config = PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(options.host_mib << 20);
-    let mut device = device::open(options.slots, options.batch, config, options.cpu)?;
-    println!("{} adapters on disk, served on {}", options.adapters, device.name());
-    let library = Library::write(&mut *device, options.adapters, &mut rng)?;
+    #[cfg(feature = "cuda")]
+    if !options.cpu && aril::cuda::driver_is_present() {
+        return run_on(device::gpu::Gpu::new(capacity, config)?, options);
+    }
+    run_on(Cpu::new(capacity, config)?, options)
+}
+
+fn run_on<D: Device>(mut device: D, options: &Options) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(options.seed);
+    println!("{} adapters on disk, served on {}", options.adapters, D::NAME);
+    let library = Library::write(&mut device, options.adapters, &mut rng)?;
     let zipf = Zipf::new(options.adapters as f64, options.zipf)?;
     let requests = (0..options.requests).map(|_| {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a whole number from 1 on")]
         let rank = zipf.sample(&mut rng) as usize;
         Request { served: &library.served[rank - 1], steps_left: rng.random_range(1..=MAX_STEPS) }
     });
-    let outcome = serve(&mut *device, requests.collect(), options.batch)?;
+    let outcome = serve(&mut device, requests.collect(), options.batch)?;
     report(options, &outcome);
     Ok(())
 }
 
 /// Serves all requests. Fails at the first output that is not its adapter's.
-fn serve(device: &mut dyn Device, mut waiting: VecDeque<Request<'_>>, max_batch: usize) -> Result<Outcome> {
+fn serve(device: &mut impl Device, mut waiting: VecDeque<Request<'_>>, max_batch: usize) -> Result<Outcome> {
     let bar = ProgressBar::new(waiting.len() as u64);
     bar.set_style(ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {per_sec}, {msg}")?);
     let start = Instant::now();
@@ -117,7 +127,7 @@ fn serve(device: &mut dyn Device, mut waiting: VecDeque<Request<'_>>, max_batch:
         // Requests whose adapters are ready join the batch. One that is not does not hold up those behind it.
         let mut next = 0;
         while running.len() < max_batch && next < waiting.len().min(LOOKAHEAD) {
-            match device.acquire(waiting[next].served.id) {
+            match device.pool().acquire(waiting[next].served.id, StreamId::FIRST) {
                 Ok(lease) => running.extend(waiting.remove(next).map(|request| (lease, request))),
                 Err(PoolError::Loading { .. } | PoolError::Full) => {
                     refusals += 1;
@@ -127,11 +137,11 @@ fn serve(device: &mut dyn Device, mut waiting: VecDeque<Request<'_>>, max_batch:
             }
         }
         for request in waiting.iter().take(LOOKAHEAD) {
-            device.prefetch(request.served.id)?;
+            device.pool().prefetch(request.served.id)?;
         }
         if running.is_empty() {
-            device.commit()?;
-            device.wait(Duration::from_millis(10));
+            device.pool().commit(StreamId::FIRST)?;
+            device.pool().wait(Duration::from_millis(10));
             continue;
         }
         let slots: Vec<Slot> = running.iter().map(|(lease, _)| lease.slot()).collect();
@@ -149,11 +159,11 @@ fn serve(device: &mut dyn Device, mut waiting: VecDeque<Request<'_>>, max_batch:
             bar.inc(u64::from(request.steps_left == 0));
             request.steps_left > 0
         });
-        device.commit()?;
-        bar.set_message(format!("{} on the device", device.snapshot().resident));
+        device.pool().commit(StreamId::FIRST)?;
+        bar.set_message(format!("{} on the device", device.pool().snapshot().resident));
     }
     bar.finish_and_clear();
-    Ok(Outcome { snapshot: device.snapshot(), steps, tokens, refusals, time: start.elapsed() })
+    Ok(Outcome { snapshot: device.pool().snapshot(), steps, tokens, refusals, time: start.elapsed() })
 }
 
 fn report(options: &Options, outcome: &Outcome) {
