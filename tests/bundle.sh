@@ -40,7 +40,7 @@ fixtures() {
 for part in "$@"; do
     case $part in
     tests)
-        gather test -p aril --release --test gpu --no-run
+        gather test -p aril -p aril-qwen3 --release --test gpu --test forward --no-run
         fixtures
         ;;
     bench)
@@ -48,7 +48,7 @@ for part in "$@"; do
         gather build -p aril-bench --release --bin record
         ;;
     example)
-        gather build -p aril --release --example qwen3
+        gather build -p aril-qwen3 --release --example qwen3
         fixtures
         ;;
     serve)

@@ -67,10 +67,15 @@ each() {
 
 case $command in
 tests)
-    ./gpu --include-ignored --test-threads=1 --skip ranks:: "$@" 2>&1 | tee "$OUT/tests.log"
+    {
+        status=0
+        ./gpu --include-ignored --test-threads=1 "$@" || status=1
+        ./forward --ignored --test-threads=1 --skip ranks:: "$@" || status=1
+        exit "$status"
+    } 2>&1 | tee "$OUT/tests.log"
     ;;
 ranks)
-    each ./gpu ranks:: 2>&1 | tee "$OUT/ranks.log"
+    each ./forward gpu::ranks:: 2>&1 | tee "$OUT/ranks.log"
     ;;
 sanitize)
     [ $# -gt 0 ] || set -- racecheck initcheck memcheck synccheck
@@ -80,7 +85,7 @@ sanitize)
     at_once=$(($(nproc) < 16 ? $(nproc) : 16))
     # The tests of a process, by the beginnings of their names. The last has those of no other.
     shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations::t operations:: fully_sharded::
-        qwen3_kernels:: pool:: safe_api:: "")
+        pool:: safe_api:: "")
     rm -f "$OUT"/sanitize-*
 
     # Runs a command under a tool, as its job $2. start_job has the names of its tests on stdin; a program without tests is one.
@@ -97,7 +102,7 @@ sanitize)
                 while IFS= read -r line || [ -n "$line" ]; do echo "$((SECONDS - begin)) s: $line"; done > "$log.log"
             status=${PIPESTATUS[0]}
         fi
-        if [ "$1" = ./gpu ]; then
+        if [ "$1" = ./gpu ] || [ "$1" = ./forward ]; then
             sed -nE 's/^[0-9]+ s: test ([^ ]+) \.\.\. (.*[^a-z])?ok$/\1/p' "$log.log" > "$log.passed"
         elif [ "$status" = 0 ]; then
             cp "$log.wanted" "$log.passed"
@@ -112,7 +117,7 @@ sanitize)
     for tool in "$@"; do
         # The library's tests, without those whose point is their size or what runs at once, which the tools change, and the one that
         # has more launches on their way than they have memory for.
-        skipped=(--skip goldens:: --skip ranks:: --skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide
+        skipped=(--skip chain:: --skip contention:: --skip loading:: --skip misuse:: --skip offsets_are_64_bits_wide
             --skip experts::limits:: --skip experts::steps:: --skip a_launch_on_experts_allocates_nothing)
         # initcheck has every copy wait, so that none is ever on its way.
         [ "$tool" != initcheck ] || skipped+=(--skip a_host_that_runs_ahead_is_told --skip a_busy_routing_may_be_waited_for
@@ -126,6 +131,10 @@ sanitize)
             mapfile -t names <<< "$tests"
             start_job "$tool" "${name:-others}" ./gpu --include-ignored --test-threads=1 --exact "${names[@]}" <<< "$tests"
         done
+        # The kernels of the base model.
+        tests=$(./forward --list gpu::kernels:: | sed -n 's/: test$//p')
+        mapfile -t names <<< "$tests"
+        start_job "$tool" kernels ./forward --ignored --test-threads=1 --exact "${names[@]}" <<< "$tests"
         # initcheck does not see what cuBLASLt stores, and takes every product for uninitialized.
         [ "$tool" != initcheck ] || continue
         forward=(./qwen3 --device cuda --dtype bf16 --max-new-tokens 3)

@@ -6,7 +6,7 @@
 //! - `log`: what it says on standard error.
 //! - `figures`: the time of decode steps on a GPU.
 //!
-//! The model is that of the example `qwen3`: this crate compiles the same files.
+//! The model is `aril_qwen3`.
 
 mod dummy;
 mod engine;
@@ -14,38 +14,16 @@ mod engine;
 pub mod figures;
 pub mod log;
 mod options;
-/// The model. Its modules name each other from the root of the crate, as in the example.
-#[path = "../../examples/qwen3"]
-#[expect(dead_code, reason = "the example alone merges adapters and follows tokens")]
-mod qwen3 {
-    pub(crate) mod adapter_pool;
-    pub(crate) mod checkpoint;
-    pub(crate) mod config;
-    pub(crate) mod cpu;
-    #[cfg(feature = "cuda")]
-    pub(crate) mod cuda;
-    pub(crate) mod device;
-    pub(crate) mod device_arg;
-    pub(crate) mod error;
-    pub(crate) mod experts;
-    pub(crate) mod files;
-    pub(crate) mod forward;
-    pub(crate) mod group;
-    pub(crate) mod model;
-    pub(crate) mod stderr;
-    pub(crate) mod tokenizer;
-}
 mod server;
 mod worker;
 
 #[cfg(feature = "cuda")]
-use qwen3::cuda;
-use qwen3::{
-    adapter_pool, checkpoint, config, cpu, device, error, experts, files, forward, group, model, stderr, tokenizer,
-};
+use aril_qwen3::{adapter_pool, cuda, stderr};
+use aril_qwen3::{checkpoint, config, cpu, device, error, files, forward, group, model, tokenizer};
+
+pub use aril_qwen3::device_arg::DeviceArg;
 
 pub use self::{
     options::{Dtype, LoadFormat, LoraModule, Options},
-    qwen3::device_arg::DeviceArg,
     server::{Running, start},
 };

@@ -1,8 +1,6 @@
 //! Operations in sequence, as an engine enqueues them: each reads what the earlier ones wrote, although kernels start before earlier
 //! kernels have ended.
 
-use std::sync::Arc;
-
 use aril::{
     DType, Slot,
     adapter::Adapter,
@@ -10,16 +8,13 @@ use aril::{
     model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
-use cudarc::{
-    driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys},
-    nvrtc::Ptx,
-};
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::adapters::{Lora, parts},
     device::{Buffer, Gpu},
+    late::Late,
 };
 
 /// Layers in bf16 with adapters in one table, an embedding without adapters, and the operands of a step.
@@ -252,21 +247,20 @@ fn idle_launches_wait_for_a_late_kernel() {
     for tokens in [1, 16, 64, 512, 513, 1100] {
         let slots: Vec<i32> = (0..tokens as i32).map(|token| token % 3).collect();
         let (slots, ids) = (gpu.upload(&slots), gpu.upload(&vec![3_i32; tokens]));
-        let mut x = gpu.upload(&values(&mut rng, tokens * HIDDEN));
+        let mut x = gpu.upload(&vec![bf16::ZERO; tokens * HIDDEN]);
         let [mut y, idle] = [512, HIDDEN].map(|width| gpu.upload(&vec![bf16::ONE; tokens * width]));
         let (mut routing, _memory) = stack.routing();
         let batch = stack.route(&mut routing, slots.address(), tokens);
         let operands = [x.address(), y.address()];
-        x.write(&vec![Late::VALUE; tokens * HIDDEN]);
+        let late_x = gpu.upload(&values(&mut rng, tokens * HIDDEN));
+        x.write(&late_x.read::<bf16>());
         stack.launch(0, operands, tokens, batch, workspace.raw());
         let expected = y.read::<u16>();
         for idle_launches in 1..4 {
-            let mut early = vec![Late::VALUE; tokens * HIDDEN];
-            early[..Late::len(&x)].fill(bf16::ZERO);
-            x.write(&early);
+            x.write(&vec![bf16::ZERO; tokens * HIDDEN]);
             y.write(&vec![bf16::ONE; tokens * 512]);
             gpu.synchronize();
-            late.run(&x, MICROSECONDS);
+            late.copy(&late_x, &x, MICROSECONDS);
             for number in 0..idle_launches {
                 match (number + idle_launches) % 2 {
                     0 => stack.launch_embedding(ids.address(), idle.address(), tokens, batch, workspace.raw()),
@@ -276,81 +270,6 @@ fn idle_launches_wait_for_a_late_kernel() {
             stack.launch(0, operands, tokens, batch, workspace.raw());
             assert!(y.read::<u16>() == expected, "{tokens} tokens behind {idle_launches} idle launches");
         }
-    }
-}
-
-/// A kernel that lets its dependents start at once, where the device can, and writes late.
-struct Late {
-    kernel: CudaFunction,
-    stream: Arc<CudaStream>,
-}
-
-impl Late {
-    const VALUE: bf16 = bf16::ONE;
-    const PTX: &str = r"
-        .version 7.8
-        .target TARGET
-        .address_size 64
-        .visible .entry late(.param .u64 first, .param .u32 count, .param .u64 nanoseconds)
-        {
-            .reg .pred %again, %mine;
-            .reg .b16 %one;
-            .reg .b32 %i, %size, %block, %count;
-            .reg .b64 %time, %start, %now, %past, %to, %offset;
-            DEPENDENTS
-            mov.u64 %start, %globaltimer;
-            ld.param.u64 %to, [first];
-            ld.param.u32 %count, [count];
-            ld.param.u64 %time, [nanoseconds];
-            mov.u32 %i, %tid.x;
-            mov.u32 %size, %ntid.x;
-            mov.u32 %block, %ctaid.x;
-            mad.lo.u32 %i, %block, %size, %i;
-        spin:
-            mov.u64 %now, %globaltimer;
-            sub.u64 %past, %now, %start;
-            setp.lt.u64 %again, %past, %time;
-            @%again bra spin;
-            setp.lt.u32 %mine, %i, %count;
-            mov.b16 %one, 0x3F80;
-            mul.wide.u32 %offset, %i, 2;
-            add.u64 %to, %to, %offset;
-            @%mine st.global.b16 [%to], %one;
-            ret;
-        }
-    ";
-
-    fn new(gpu: &Gpu) -> Self {
-        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        let has_dependents = gpu.context.attribute(attribute).unwrap() >= 9;
-        let (target, dependents) =
-            if has_dependents { ("sm_90", "griddepcontrol.launch_dependents;") } else { ("sm_80", "") };
-        let ptx = Self::PTX.replace("TARGET", target).replace("DEPENDENTS", dependents);
-        let kernel = gpu.context.load_module(Ptx::from_src(ptx)).unwrap().load_function("late").unwrap();
-        Self { kernel, stream: gpu.stream.clone() }
-    }
-
-    const THREADS: u32 = 1024;
-    /// Few enough that all blocks run at once: dependents start when all of them have begun.
-    const MAX_BLOCKS: u32 = 64;
-
-    /// How many elements it writes.
-    fn len(x: &Buffer) -> usize {
-        (x.region().bytes / size_of::<bf16>()).min((Self::THREADS * Self::MAX_BLOCKS) as usize)
-    }
-
-    /// Enqueues it: [`VALUE`](Self::VALUE) for the first elements of `x` after so many microseconds.
-    fn run(&self, x: &Buffer, microseconds: u64) {
-        let count = u32::try_from(Self::len(x)).unwrap();
-        let config = LaunchConfig {
-            grid_dim: (count.div_ceil(Self::THREADS), 1, 1),
-            block_dim: (Self::THREADS, 1, 1),
-            shared_mem_bytes: 0,
-        };
-        let (first, nanoseconds) = (x.address(), microseconds * 1000);
-        let mut builder = self.stream.launch_builder(&self.kernel);
-        // SAFETY: the kernel has these parameters, and the caller keeps `x` until the stream is synchronized.
-        unsafe { builder.arg(&first).arg(&count).arg(&nanoseconds).launch(config) }.unwrap();
     }
 }
 

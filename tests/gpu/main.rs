@@ -26,10 +26,10 @@ mod engine;
 mod experts;
 mod fully_sharded;
 mod fused_linear;
-mod goldens;
 mod graph;
 mod group;
 mod hot_path;
+mod late;
 #[path = "../common/limit.rs"]
 mod limit;
 mod loading;
@@ -40,10 +40,6 @@ mod misuse;
 mod model;
 mod operations;
 mod pool;
-#[path = "../qwen3/mod.rs"]
-mod qwen3;
-mod qwen3_kernels;
-mod ranks;
 mod routing;
 mod safe_api;
 mod setup;

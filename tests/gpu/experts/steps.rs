@@ -11,22 +11,20 @@ use aril::{
     routing::Batch,
 };
 use bytemuck::Pod;
-use cudarc::driver::PushKernelArg as _;
 use half::{bf16, f16};
-use qwen3_kernels::grouped_gemm;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
 use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
-        compare::{Place, compare},
+        compare::compare,
         experts::{Act, Case, Lora, Op, Order, Pairs, Weighed},
         small::choose,
         values::{Dtype, Values},
     },
     device::{Buffer, Gpu},
     for_dtype,
-    qwen3_kernels::Kernels,
+    late::Late,
 };
 
 /// Operations whose rows are rows of routes.
@@ -401,37 +399,22 @@ fn live_routes_have_any_of_the_captured_rows() {
     }
 }
 
-/// Behind a base GEMM that lets them start before it has written y: the GEMM copies the case's y into one of NaN, by a product with the
-/// identity that takes longer than shrink.
+/// Behind a base operation that lets them start before it has written y: it copies the case's y into one of NaN, later than shrink ends.
 #[test]
 #[ignore = "needs a GPU"]
 fn deltas_beside_the_base_agree_with_the_reference() {
     const EXPERTS: usize = 12;
     const OPS: [Op; 4] = [Op::Activate(Act::Silu), Op::AddCombined, Op::Combine, Op::Activate(Act::SwigluOai)];
-    fn run<T: Element + Pod>(kernels: &Kernels, case: &Case) {
-        let (tile, gpu) = (grouped_gemm::TENSOR[1], &kernels.gpu);
-        let gemm =
-            kernels.function(&format!("grouped_gemm_{}x{}_{}", tile.rows, tile.outs, T::DTYPE), tile.shared_bytes);
+    const MICROSECONDS: u64 = 50;
+    fn run<T: Element + Pod>(gpu: &Gpu, late: &Late, case: &Case) {
         let mut layer = Layer::<T>::new(gpu, case, &OPS);
         let pairs = layer.load_all(case);
         let places = OPS.map(|op| case.with(|layer| layer.op = op).y());
         let mut copied = places.map(|place| gpu.upload(&vec![T::default(); place.rows * place.cols]));
-        let identities = places.map(|Place { cols, .. }| {
-            let one = |at: usize| T::from_f32(if at % cols == at / cols { 1.0 } else { 0.0 });
-            gpu.upload(&(0..cols * cols).map(one).collect::<Vec<T>>())
-        });
-        let bounds = places.map(|Place { rows, .. }| gpu.upload(&[0, rows as i32]));
-        let from = copied.each_ref().map(Buffer::address);
         let graph = gpu.capture(|| {
             layer.launch_beside(|index, operation| {
-                let Place { rows, cols, .. } = places[index];
                 let to = if operation.operands.op == Op::AddCombined { &operation.target } else { &operation.y };
-                let addresses = [from[index], 0, identities[index].address(), bounds[index].address(), to.address()];
-                let (experts, bounds_are_old) = (1_usize, 0_i32);
-                kernels.launch(&gemm, tile.grid(rows, experts, cols), tile.threads, tile.shared_bytes, |kernel| {
-                    addresses.iter().for_each(|address| _ = kernel.arg(address));
-                    kernel.arg(&experts).arg(&cols).arg(&cols).arg(&bounds_are_old);
-                });
+                late.copy(&copied[index], to, MICROSECONDS);
             });
         });
         let tokens = case.num_tokens();
@@ -456,7 +439,8 @@ fn deltas_beside_the_base_agree_with_the_reference() {
         }
     }
 
-    let kernels = Kernels::new();
+    let gpu = Gpu::new();
+    let late = Late::new(&gpu);
     // Each operation groups the routes, the first block of the first one does, and there are more for a token than a warp reads at once.
     for (tokens, top_k) in [(1, 8), (8, 8), (choose(40, 17), 8), (2, 40)] {
         for dtype in [Dtype::BF16, Dtype::F16] {
@@ -468,8 +452,8 @@ fn deltas_beside_the_base_agree_with_the_reference() {
             let case = Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, [tokens, top_k]);
             let case = Case { dtype, ..case };
             match case.dtype {
-                Dtype::BF16 => run::<bf16>(&kernels, &case),
-                _ => run::<f16>(&kernels, &case),
+                Dtype::BF16 => run::<bf16>(&gpu, &late, &case),
+                _ => run::<f16>(&gpu, &late, &case),
             }
         }
     }

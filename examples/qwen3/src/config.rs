@@ -1,0 +1,359 @@
+//! `config.json` of a Qwen3, dense or with experts, as transformers 4 (`rope_theta`, `torch_dtype`, `num_experts`) and 5
+//! (`rope_parameters`, `dtype`, `num_local_experts`) write it.
+//!
+//! Invariant: a [`Config`] describes a model that the forward computes exactly. Unsupported fields are rejected by name.
+
+use std::{collections::BTreeSet, path::Path};
+
+use aril::DType;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::{
+    error::{Context, Result, bail},
+    files,
+};
+
+/// The largest configuration in MiB.
+const MAX_MIB: u64 = 4;
+
+/// The largest size that the kernels can index.
+const MAX_SIZE: usize = i32::MAX as usize;
+
+/// Groups of 4-bit weights must be a multiple of this, the depth of a step of the GPU's kernel.
+const INT4_GROUP_UNIT: usize = 32;
+
+/// The sizes and constants of a Qwen3.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub vocab: usize,
+    pub hidden: usize,
+    /// Intermediate size of a dense layer's MLP.
+    pub intermediate: usize,
+    pub layers: usize,
+    pub moe: Option<Moe>,
+    /// If weights may be stored in 4 bits: the number of consecutive elements of a row that share a scale.
+    pub int4_group: Option<usize>,
+    pub heads: Heads,
+    pub eps: f32,
+    pub rope_theta: f64,
+    pub max_positions: usize,
+    /// Whether the language-model head is the embedding.
+    pub tied: bool,
+    /// The type that the checkpoint declares.
+    pub dtype: Option<DType>,
+    /// The tokens that end a text.
+    pub eos: Vec<u32>,
+}
+
+/// The experts of a `qwen3_moe`, and the layers that have them.
+#[derive(Clone, Debug)]
+pub struct Moe {
+    pub experts: usize,
+    /// Intermediate size of an expert.
+    pub intermediate: usize,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub(crate) normalized: bool,
+    /// The interval of layers with experts. The others have a dense MLP.
+    every: usize,
+    /// Layers that always have a dense MLP.
+    dense: BTreeSet<usize>,
+}
+
+/// The heads of a row of the fused q, k, v projection, in this order.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    pub query: usize,
+    /// Key heads, and as many value heads: each serves `query / kv` query heads.
+    pub kv: usize,
+    pub dim: usize,
+}
+
+impl Heads {
+    /// Features of all queries, which is the output size of attention.
+    pub fn query_features(self) -> usize {
+        self.query * self.dim
+    }
+
+    /// Features of all keys, or of all values, which is the size of a row of the cache.
+    pub fn kv_features(self) -> usize {
+        self.kv * self.dim
+    }
+}
+
+impl Config {
+    /// Reads `config.json`, and the tokens that end a text from `generation_config.json` alone if it exists.
+    pub fn read(model: &Path) -> Result<Self> {
+        let path = model.join("config.json");
+        let fields = Fields::read(&path)?;
+        let mut config = Self::parse(&fields).context(path.display())?;
+        let generation = model.join("generation_config.json");
+        if generation.exists() {
+            config.eos = Fields::read(&generation)?.eos().context(generation.display())?.unwrap_or_default();
+        }
+        Ok(config)
+    }
+
+    /// The experts of a layer; `None` if it is dense.
+    pub fn experts_in(&self, layer: usize) -> Option<&Moe> {
+        self.moe.as_ref().filter(|moe| (layer + 1).is_multiple_of(moe.every) && !moe.dense.contains(&layer))
+    }
+
+    fn parse(fields: &Fields) -> Result<Self> {
+        let has_experts = fields.has_experts()?;
+        fields.refuse_unimplemented()?;
+        // transformers' own default for Qwen3 is 128, whatever the hidden size.
+        let dim = fields.optional_size("head_dim")?.unwrap_or(128);
+        let query = fields.size("num_attention_heads")?;
+        let kv = fields.size("num_key_value_heads")?;
+        if !query.is_multiple_of(kv) {
+            bail!("`num_attention_heads` {query} is not a multiple of `num_key_value_heads` {kv}");
+        }
+        if !dim.is_multiple_of(2) {
+            bail!("`head_dim` {dim} is odd, so that rotary embedding cannot pair its features");
+        }
+        if query.checked_mul(dim).is_none_or(|features| features > MAX_SIZE) {
+            bail!("`num_attention_heads` {query} of `head_dim` {dim} have more than {MAX_SIZE} features");
+        }
+        let eps: f32 = fields.require("rms_norm_eps")?;
+        if !(eps.is_finite() && eps >= 0.0) {
+            bail!("`rms_norm_eps` {eps} is not a small positive number");
+        }
+        Ok(Self {
+            vocab: fields.size("vocab_size")?,
+            hidden: fields.size("hidden_size")?,
+            intermediate: fields.size("intermediate_size")?,
+            layers: fields.size("num_hidden_layers")?,
+            moe: has_experts.then(|| fields.moe()).transpose()?,
+            int4_group: fields.int4_group()?,
+            heads: Heads { query, kv, dim },
+            eps,
+            rope_theta: fields.rope_theta(dim)?,
+            max_positions: fields.size("max_position_embeddings")?,
+            tied: fields.get("tie_word_embeddings")?.unwrap_or(false),
+            dtype: fields.dtype()?,
+            eos: fields.eos()?.unwrap_or_default(),
+        })
+    }
+}
+
+/// The fields of a JSON object. `null` counts as absent, as in transformers.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    fn read(path: &Path) -> Result<Self> {
+        let text = files::read_text(path, MAX_MIB)?;
+        Ok(Self(serde_json::from_str(&text).context(path.display())?))
+    }
+
+    fn get<V: DeserializeOwned>(&self, name: &str) -> Result<Option<V>> {
+        match self.0.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => serde_json::from_value(value.clone()).map(Some).context(format_args!("`{name}`")),
+        }
+    }
+
+    fn require<V: DeserializeOwned>(&self, name: &str) -> Result<V> {
+        match self.get(name)? {
+            Some(value) => Ok(value),
+            None => bail!("`{name}` is missing"),
+        }
+    }
+
+    fn optional_size(&self, name: &str) -> Result<Option<usize>> {
+        match self.get::<usize>(name)? {
+            Some(0) => bail!("`{name}` is 0"),
+            Some(size) if size > MAX_SIZE => bail!("`{name}` is {size}; sizes are up to {MAX_SIZE}"),
+            size => Ok(size),
+        }
+    }
+
+    fn size(&self, name: &str) -> Result<usize> {
+        match self.optional_size(name)? {
+            Some(size) => Ok(size),
+            None => bail!("`{name}` is missing"),
+        }
+    }
+
+    /// Whether the model is a `qwen3_moe`, not a `qwen3`; all others are refused.
+    fn has_experts(&self) -> Result<bool> {
+        let model_type: String = self.require("model_type")?;
+        let (has_experts, runs) = match &*model_type {
+            "qwen3" => (false, "Qwen3ForCausalLM"),
+            "qwen3_moe" => (true, "Qwen3MoeForCausalLM"),
+            _ => bail!("`model_type` is `{model_type}`; this example runs `qwen3` and `qwen3_moe`"),
+        };
+        for architecture in self.get::<Vec<String>>("architectures")?.unwrap_or_default() {
+            if architecture != runs {
+                bail!("`architectures` names `{architecture}`; this example runs `{runs}` of `{model_type}`");
+            }
+        }
+        Ok(has_experts)
+    }
+
+    fn moe(&self) -> Result<Moe> {
+        let names = ["num_local_experts", "num_experts"];
+        let [newer, older] = names.map(|name| self.optional_size(name));
+        let experts = match (newer?, older?) {
+            (Some(newer), Some(older)) if newer != older => {
+                bail!("`{}` is {newer}, but `{}` is {older}", names[0], names[1])
+            }
+            (Some(experts), _) | (None, Some(experts)) => experts,
+            (None, None) => bail!("`{}` or `{}` is missing", names[0], names[1]),
+        };
+        let top_k = self.size("num_experts_per_tok")?;
+        if top_k > experts {
+            bail!("`num_experts_per_tok` is {top_k}, but there are {experts} experts");
+        }
+        Ok(Moe {
+            experts,
+            intermediate: self.size("moe_intermediate_size")?,
+            top_k,
+            normalized: self.get("norm_topk_prob")?.unwrap_or(false),
+            every: self.optional_size("decoder_sparse_step")?.unwrap_or(1),
+            dense: self.get("mlp_only_layers")?.unwrap_or_default(),
+        })
+    }
+
+    fn refuse_unimplemented(&self) -> Result<()> {
+        let act: String = self.require("hidden_act")?;
+        if act != "silu" {
+            bail!("`hidden_act` is `{act}`; only `silu` is implemented");
+        }
+        for switch in ["attention_bias", "use_sliding_window"] {
+            if self.get::<bool>(switch)? == Some(true) {
+                bail!("`{switch}` is true, which is not implemented");
+            }
+        }
+        if self.get::<bool>("is_causal")? == Some(false) {
+            bail!("`is_causal` is false: attention in both directions is not implemented");
+        }
+        for kind in self.get::<Vec<String>>("layer_types")?.unwrap_or_default() {
+            if kind != "full_attention" {
+                bail!("`layer_types` names `{kind}`; only `full_attention` is implemented");
+            }
+        }
+        Ok(())
+    }
+
+    /// The group of weights in 4 bits, with sign and without a zero point, as compressed-tensors packs them. Which weights are
+    /// packed, their tensors say.
+    fn int4_group(&self) -> Result<Option<usize>> {
+        let Some(config) = self.get::<Map<String, Value>>("quantization_config")?.map(Fields) else { return Ok(None) };
+        config.scheme().context("`quantization_config`").map(Some)
+    }
+
+    fn scheme(&self) -> Result<usize> {
+        self.expect("quant_method", &["compressed-tensors".into()])?;
+        self.expect("format", &["pack-quantized".into()])?;
+        for absent in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+            self.expect(absent, &[Value::Null, Value::Object(Map::new())])?;
+        }
+        let groups: Map<String, Value> = self.require("config_groups")?;
+        let mut groups = groups.into_iter();
+        let (Some((name, group)), None) = (groups.next(), groups.next()) else {
+            bail!("`config_groups` are not one, which is what is implemented");
+        };
+        let group = Self(serde_json::from_value(group).context(format_args!("`config_groups.{name}`"))?);
+        group.int4_weights().context(format_args!("`config_groups.{name}`"))
+    }
+
+    fn int4_weights(&self) -> Result<usize> {
+        self.expect("format", &[Value::Null, "pack-quantized".into()])?;
+        for absent in ["input_activations", "output_activations"] {
+            self.expect(absent, &[Value::Null])?;
+        }
+        Self(self.require("weights")?).int4().context("`weights`")
+    }
+
+    fn int4(&self) -> Result<usize> {
+        self.expect("num_bits", &[4.into()])?;
+        self.expect("type", &["int".into()])?;
+        self.expect("symmetric", &[true.into()])?;
+        self.expect("strategy", &["group".into()])?;
+        self.expect("dynamic", &[Value::Null, false.into()])?;
+        // These keep the order of weights; `group` does not.
+        self.expect("actorder", &[Value::Null, false.into(), "static".into(), "weight".into()])?;
+        let group = self.size("group_size")?;
+        if !group.is_multiple_of(INT4_GROUP_UNIT) {
+            bail!("`group_size` is {group}; multiples of {INT4_GROUP_UNIT} are implemented");
+        }
+        Ok(group)
+    }
+
+    /// Refuses a field with any other value. An absent field is null.
+    fn expect(&self, name: &str, values: &[Value]) -> Result<()> {
+        let value = self.0.get(name).unwrap_or(&Value::Null);
+        if !values.contains(value) {
+            bail!("`{name}` is {value}, which is not implemented");
+        }
+        Ok(())
+    }
+
+    /// The base of the rotary frequencies, in either form. Every kind of scaling is refused.
+    fn rope_theta(&self, head_dim: usize) -> Result<f64> {
+        let is_set =
+            |name| self.0.get(name).is_some_and(|value| !value.is_null() && value != &Value::Object(Map::new()));
+        if is_set("rope_scaling") && is_set("rope_parameters") {
+            bail!("`rope_scaling` is set beside `rope_parameters`, which transformers then drops");
+        }
+        let mut thetas = vec![("rope_theta", self.get::<f64>("rope_theta")?)];
+        for name in ["rope_parameters", "rope_scaling"] {
+            let Some(rope) = self.get::<Map<String, Value>>(name)?.map(Fields) else { continue };
+            for (field, value) in &rope.0 {
+                let neutral = match field.as_str() {
+                    "rope_type" | "type" => value == "default",
+                    "partial_rotary_factor" | "factor" => value.as_f64() == Some(1.0),
+                    "rope_theta" => true,
+                    _ => value.is_null(),
+                };
+                if !neutral {
+                    bail!("`{name}.{field}` is {value}: rope scaling is not implemented");
+                }
+            }
+            thetas.push((name, rope.get("rope_theta").context(format_args!("`{name}`"))?));
+        }
+        if let Some(factor) = self.get::<f64>("partial_rotary_factor")?.filter(|&factor| factor != 1.0) {
+            bail!("`partial_rotary_factor` is {factor}, which is not implemented");
+        }
+        let mut given = thetas.iter().filter_map(|&(name, theta)| Some((name, theta?)));
+        let Some((name, theta)) = given.next() else { bail!("`rope_theta` is missing") };
+        if !(theta.is_finite() && theta > 0.0) {
+            bail!("`rope_theta` {theta} is not a positive number");
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "computed with in f32")]
+        let base = theta as f32;
+        // If the base is below 1, the last pair of a head turns fastest.
+        let fastest = base.powf((2.0 - head_dim as f32) / head_dim as f32).max(1.0);
+        if !base.is_normal() || !(fastest * MAX_SIZE as f32).is_finite() {
+            bail!("`rope_theta` {theta} gives angles that are no numbers in f32");
+        }
+        if let Some((other, differing)) = given.find(|&(_, other)| other != theta) {
+            bail!("`{name}` gives a `rope_theta` of {theta}, but `{other}` one of {differing}");
+        }
+        Ok(theta)
+    }
+
+    fn dtype(&self) -> Result<Option<DType>> {
+        for name in ["dtype", "torch_dtype"] {
+            return Ok(Some(match self.get::<String>(name)?.as_deref() {
+                None => continue,
+                Some("bfloat16") => DType::BF16,
+                Some("float16") => DType::F16,
+                Some("float32") => DType::F32,
+                Some(other) => bail!("`{name}` is `{other}`; bfloat16, float16 and float32 are implemented"),
+            }));
+        }
+        Ok(None)
+    }
+
+    /// One or several tokens that end a text.
+    fn eos(&self) -> Result<Option<Vec<u32>>> {
+        match self.0.get("eos_token_id") {
+            Some(Value::Number(_)) => Ok(self.get("eos_token_id")?.map(|id| vec![id])),
+            _ => self.get("eos_token_id"),
+        }
+    }
+}

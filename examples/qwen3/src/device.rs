@@ -1,0 +1,362 @@
+//! The interface between the forward and a device: memory, the operations of a Qwen3, and the library's multi-LoRA operations.
+//!
+//! The trait is the example's own, so that one forward serves the CPU and the GPU. The library has no such trait, and an engine
+//! needs none. Operations may return before they have run, except those that return values to the host.
+//!
+//! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
+//! does; each one documents these. Indices come from the forward and are in bounds.
+
+use std::{borrow::Cow, ops::Range};
+
+use aril::{
+    Element, Slot,
+    adapter::SlotImage,
+    group::{GroupPool, HostTable},
+    model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
+    plan::{Capacity, RouteCapacity},
+    pool::PoolConfig,
+};
+
+use crate::{
+    adapter_pool::AdapterPool,
+    config::Heads,
+    error::Result,
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    group::Rank,
+};
+
+/// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to sequences.
+pub struct Cache<D: Device> {
+    pub keys: D::Tensor,
+    pub values: D::Tensor,
+}
+
+/// The cache rows of sequences: blocks of `block_rows` consecutive positions, each in consecutive rows.
+#[derive(Clone, Debug, Default)]
+pub struct BlockTable<I = Vec<u32>> {
+    /// `[sequences, columns]`: the row of each block's first position. Blocks that a sequence does not have yet may hold any row.
+    pub first_rows: I,
+    /// Blocks of the longest sequence.
+    pub columns: usize,
+    /// Positions of a block.
+    pub block_rows: u32,
+}
+
+impl BlockTable {
+    /// The cache row of a position of a sequence.
+    pub fn row(&self, sequence: u32, position: u32) -> u32 {
+        let (block, row) = (position / self.block_rows, position % self.block_rows);
+        self.first_rows[sequence as usize * self.columns + block as usize] + row
+    }
+}
+
+/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row. The
+/// tokens of a sequence follow each other, in the order of their positions.
+pub struct Places<D: Device> {
+    pub positions: D::Indices,
+    pub sequences: D::Indices,
+    pub rows: D::Indices,
+    pub table: BlockTable<D::Indices>,
+    /// The tokens that are the only ones of their sequences, as in decoding; `None` if all are.
+    pub alone: Option<D::Indices>,
+}
+
+/// The weights of the norms of the heads of q and k, `[1, dim]` each.
+pub struct HeadNorms<'a, D: Device> {
+    pub(crate) q: &'a D::Tensor,
+    pub(crate) k: &'a D::Tensor,
+    pub(crate) eps: f32,
+}
+
+/// How a token is chosen from logits: `Draw` of `kernels/sampling.cuh`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Draw {
+    /// Divides the logits. With 0, the token with the largest logit is chosen, the first of equals.
+    pub temperature: f32,
+    /// Only the most probable tokens that together have at least this probability.
+    pub top_p: f32,
+    /// Only this many of the most probable tokens, the first of equals; 0 for all.
+    pub top_k: u64,
+    /// In the unit interval without 1, which the tokens divide by their probabilities: the most probable first if `top_p` or `top_k` is
+    /// a bound, in their order otherwise.
+    pub place: f64,
+}
+
+impl Draw {
+    /// The token with the largest logit.
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, place: 0.0 };
+}
+
+/// The cosines and sines of every position: `[positions, dim / 2]` each.
+pub struct Rope<D: Device> {
+    pub(crate) cos: D::Tensor,
+    pub sin: D::Tensor,
+}
+
+/// What has the slots that a step's tokens name: a table, or the pool that fills its slots.
+pub enum Slots<'a, D: Device> {
+    Table(&'a D::Adapters),
+    Pool(&'a D::Pool),
+    Ranks(&'a GroupPool<Rank, D::Adapters>),
+}
+
+impl<D: Device> Clone for Slots<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D: Device> Copy for Slots<'_, D> {}
+
+/// A device that the forward runs on, computing on one element type.
+pub trait Device: Sized {
+    /// The element type of activations.
+    type Elem: Element;
+    /// A row-major matrix of `Elem`.
+    type Tensor;
+    /// The weight of a linear layer, `[out, in]`, or of an embedding, `[vocab, hidden]`.
+    type Weight;
+    /// Positions, rows or token ids.
+    type Indices;
+    /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of rows in matrices
+    /// of routes. Routes to experts of other ranks have no rows; as many rows at the end belong to none.
+    type Routes;
+    /// The tokens that a step chose, on the device and on their way to the host.
+    type Draws;
+
+    fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
+    fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
+    /// Takes a weight in parts that follow each other.
+    fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [Self::Elem]>]) -> Result<Self::Weight>;
+    fn experts(
+        &self,
+        shape: ExpertsShape,
+        weights: ExpertWeights<'_, Self::Elem>,
+    ) -> Result<Box<dyn GroupedGemm<Self>>>;
+    fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
+
+    // ---- Multi-LoRA: the library's types and operations, under its names.
+
+    /// `aril::{cpu, cuda}::WeightTable`.
+    type Adapters: HostTable + Clone;
+    /// `aril::{cpu, cuda}::AdapterPool`.
+    type Pool: AdapterPool + 'static;
+    /// `aril::{cpu, cuda}::LoraLinear`, or `FullyShardedLinear` with what the ranks exchange between its halves.
+    type LoraLinear;
+    /// `aril::cuda::FusedLinear`.
+    type FusedLinear<'a>
+    where
+        Self: 'a;
+    /// `aril::{cpu, cuda}::LoraEmbedding`.
+    type LoraEmbedding;
+    /// `aril::{cpu, cuda}::LoraExperts`.
+    type LoraExperts;
+    /// The memory of a step: its routing on the device, and the workspace of the operations.
+    type Buffers;
+    /// `aril::{cpu, cuda}::Step`: which adapter each token of a step has.
+    type LoraStep<'a>;
+    /// The memory of a layer's routes on the device, grouped by expert and adapter.
+    type Grouping;
+    /// The routes of a layer and the adapters of their tokens.
+    type Grouped<'a, 's>;
+
+    /// The bytes of an arena with room for these adapters.
+    fn arena_bytes(images: &[SlotImage<'_>]) -> usize;
+    /// An empty table with an arena of this size.
+    fn adapters(&self, model: &Model, capacity: Capacity, arena_bytes: usize) -> Result<Self::Adapters>;
+    /// Loads an adapter into a slot, and reports the bytes done.
+    fn load(
+        &self,
+        adapters: &Self::Adapters,
+        slot: Slot,
+        image: &SlotImage<'_>,
+        progress: impl FnMut(usize),
+    ) -> Result<()>;
+    /// An empty pool, and the table whose slots it fills.
+    fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(Self::Pool, Self::Adapters)>;
+    fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
+    /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
+    fn fused_linear<'a>(
+        &self,
+        adapters: &Self::Adapters,
+        id: LinearId,
+        base: &'a Self::Weight,
+    ) -> Result<Option<Self::FusedLinear<'a>>>;
+    /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few adapters.
+    fn is_fastest_fused(&self, layer: &Self::LoraLinear, fused: &Self::FusedLinear<'_>, tokens: usize) -> bool;
+    fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
+    fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
+    /// Buffers for any step on these adapters.
+    fn buffers(&self, adapters: &Self::Adapters) -> Result<Self::Buffers>;
+    /// Takes one slot, and one factor on its adapter's scaling, per token. A pool's slots have leases, and change after the step.
+    fn lora_step<'a>(
+        &self,
+        adapters: Slots<'a, Self>,
+        buffers: &'a mut Self::Buffers,
+        slots: &'a [Slot],
+        scales: &'a [f32],
+    ) -> Result<Self::LoraStep<'a>>;
+    /// [`gemm`](Self::gemm) and the deltas: `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`. All ranks take part if the layer is fully
+    /// sharded.
+    fn gemm_with_deltas(
+        &self,
+        x: &Self::Tensor,
+        layer: (&Self::Weight, &Self::LoraLinear),
+        step: &mut Self::LoraStep<'_>,
+    ) -> Result<Self::Tensor>;
+    /// `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`, rounded once.
+    fn forward(
+        &self,
+        layer: &Self::FusedLinear<'_>,
+        step: &mut Self::LoraStep<'_>,
+        x: &Self::Tensor,
+    ) -> Result<Self::Tensor>;
+    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if `x` has so many rows
+    /// that one operation of the library is faster than two. Whether there is such an operation does not depend on the step's adapters.
+    fn gate_up_of_many(
+        &self,
+        _x: &Self::Tensor,
+        _layer: (&Self::Weight, &Self::LoraLinear),
+        _step: &mut Self::LoraStep<'_>,
+    ) -> Result<Option<Self::Tensor>> {
+        Ok(None)
+    }
+    /// `y[t] += scale · scaling · B A[:, ids[t]]`, rounded once.
+    fn add_embedding_delta(
+        &self,
+        layer: &Self::LoraEmbedding,
+        step: &mut Self::LoraStep<'_>,
+        ids: &Self::Indices,
+        y: &mut Self::Tensor,
+    ) -> Result<()>;
+    fn grouping(&self, capacity: RouteCapacity) -> Result<Self::Grouping>;
+    /// Sets the choices of a layer's router.
+    fn group<'a, 's: 'a>(
+        &self,
+        grouping: &'a mut Self::Grouping,
+        step: &mut Self::LoraStep<'s>,
+        routes: &'a Self::Routes,
+    ) -> Result<Self::Grouped<'a, 's>>;
+    /// `silu(gate) · up` of every route. Gate and up are the base model's `gate_up` plus the adapter's delta for the expert,
+    /// `scale · scaling · B (A x[t])`. One operation of the library does all of it and rounds once. With many routes, the GPU adds the
+    /// delta first and then runs [`silu_mul`](Self::silu_mul).
+    fn activate(
+        &self,
+        layer: &Self::LoraExperts,
+        step: &mut Self::LoraStep<'_>,
+        routes: &mut Self::Grouped<'_, '_>,
+        x: &Self::Tensor,
+        gate_up: Self::Tensor,
+    ) -> Result<Self::Tensor>;
+    /// The weighted sum over a token's routes of the base model's `down` plus the adapter's delta for the expert,
+    /// `scale · scaling · B (A x[route])`. Rounded once; with many routes, the GPU also rounds after adding the delta.
+    fn combine(
+        &self,
+        layer: &Self::LoraExperts,
+        step: &mut Self::LoraStep<'_>,
+        routes: &mut Self::Grouped<'_, '_>,
+        x: &Self::Tensor,
+        down: Self::Tensor,
+    ) -> Result<Self::Tensor>;
+
+    // ---- The model: the example's own operations.
+
+    /// A layer's experts in a step without adapters, with the bits of [`activate`](Self::activate) and [`combine`](Self::combine), if
+    /// there are faster kernels. `x` has a row for each token.
+    fn experts_without_adapters(
+        &self,
+        _layer: &Self::LoraExperts,
+        _x: &Self::Tensor,
+        _routes: &Self::Routes,
+        _gate_up: &dyn GroupedGemm<Self>,
+        _down: &dyn GroupedGemm<Self>,
+    ) -> Result<Option<Self::Tensor>> {
+        Ok(None)
+    }
+
+    /// Indices that are lower by `first`. They may be negative, in two's complement.
+    fn subtract(&self, indices: &Self::Indices, first: u32) -> Result<Self::Indices>;
+    /// Row `ids[t]` of the table for each token; zeros if it has no such row.
+    fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
+    /// `x Wᵀ`, rounded once.
+    fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
+    /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
+    fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
+    /// `x += y`, rounded, and [`rms_norm`](Self::rms_norm) of it.
+    fn add_rms_norm(
+        &self,
+        x: &mut Self::Tensor,
+        y: &Self::Tensor,
+        weight: &Self::Tensor,
+        eps: f32,
+    ) -> Result<Self::Tensor>;
+    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of its pairs `(i, i + dim / 2)` by its token's angles,
+    /// both products rounded, then their sum; then the copy of k and v to the token's row of the cache. Of `qkv`, only q is used
+    /// afterwards.
+    fn rotate_and_append(
+        &self,
+        qkv: &mut Self::Tensor,
+        heads: Heads,
+        norms: HeadNorms<'_, Self>,
+        rope: &Rope<Self>,
+        places: &Places<Self>,
+        cache: &mut Cache<Self>,
+    ) -> Result<()>;
+    /// Each query's attention over the cache, from its sequence's first token to its own, as transformers' `eager` computes it: `q·k` is
+    /// rounded, times `1/√dim` is rounded, their softmax (in `f32`) is rounded, and so is the sum of the values.
+    ///
+    /// The GPU computes it as transformers' `flash_attention_2` does, in 16 bits with heads of 32, 64 or 128 features and groups of up
+    /// to 16 queries: only the powers of the softmax are rounded, before they meet the values, and the result.
+    fn attention(
+        &self,
+        qkv: &Self::Tensor,
+        heads: Heads,
+        places: &Places<Self>,
+        cache: &Cache<Self>,
+    ) -> Result<Self::Tensor>;
+    /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
+    fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
+    /// The `top_k` experts of each token whose scores `x routerᵀ`, rounded, are the largest, the first of equals, and their weights: the
+    /// softmax (in `f32`, over all experts), divided by its sum over the chosen experts if `normalized`, rounded. Only routes to experts
+    /// in `held` have rows.
+    fn choose_experts(
+        &self,
+        x: &Self::Tensor,
+        router: &Self::Weight,
+        top_k: usize,
+        normalized: bool,
+        held: Range<usize>,
+    ) -> Result<Self::Routes>;
+    /// The row of `x` of each route's token, in the order of the routes' rows, and rows of zeros for the routes that have none.
+    fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;
+    /// `y += x`, rounded.
+    fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
+    /// The rows of `x` with these indices.
+    fn gather(&self, x: &Self::Tensor, rows: &Self::Indices) -> Result<Self::Tensor>;
+
+    /// Room for the tokens of up to `rows` rows of logits.
+    fn draws(&self, rows: usize) -> Result<Self::Draws>;
+    /// Chooses a token by each row of logits. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
+    fn draw(&self, logits: &Self::Tensor, draws: &[Draw], drawn: &mut Self::Draws) -> Result<()>;
+    /// Overwrites each id that has a source, a row of logits, with the token chosen there, or with 0 if none was. A source is negative
+    /// for ids that stay.
+    fn take_drawn(&self, ids: &mut Self::Indices, sources: &[i32], drawn: &Self::Draws) -> Result<()>;
+
+    // ---- Between the ranks of a tensor-parallel group, which call the same operations in the same order. A single rank changes nothing.
+
+    /// The device's rank.
+    fn tp(&self) -> TpRank;
+    /// The sum of `y` over all ranks, rounded once for each rank at most. It is bit-identical on all ranks.
+    fn all_reduce(&self, y: &mut Self::Tensor) -> Result<()>;
+    /// The first `cols` of the columns of all ranks, which have equally many, side by side.
+    fn all_gather(&self, x: Self::Tensor, cols: usize) -> Result<Self::Tensor>;
+
+    // ---- To the host.
+
+    /// The token chosen by each row of logits, `None` if one is NaN; and its log-probability in the model, without temperature and
+    /// bounds. Does not wait for work that was enqueued after the draw.
+    fn drawn(&self, drawn: &mut Self::Draws) -> Result<Vec<(Option<u32>, f32)>>;
+    /// All elements of a matrix, row by row.
+    fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
+}

@@ -1,0 +1,89 @@
+//! The experts of the base model: two formats of weights behind one trait that multiplies with them.
+//!
+//! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of the weights
+//! to 4 bits.
+
+use std::borrow::Cow;
+
+use crate::{device::Device, error::Result};
+
+/// One projection of all experts on this rank.
+pub trait GroupedGemm<D: Device> {
+    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert. Rows of the result
+    /// that belong to no route have any value.
+    fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
+
+    /// [`run`](Self::run), with a row of `x` for each token.
+    fn run_on_tokens(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor> {
+        self.run(device, &device.rows_of_routes(x, routes)?, routes)
+    }
+
+    /// [`Device::activate`] of [`run_on_tokens`](Self::run_on_tokens) without adapters, if one kernel does both.
+    #[cfg(feature = "cuda")]
+    fn run_activated(&self, _device: &D, _x: &D::Tensor, _routes: &D::Routes) -> Result<Option<D::Tensor>> {
+        Ok(None)
+    }
+}
+
+/// The number of experts on this rank, and the shape of each one's weight.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertsShape {
+    pub experts: usize,
+    pub out_features: usize,
+    pub in_features: usize,
+}
+
+/// The weights of one projection of all experts on this rank, `[experts, out, in]`.
+#[derive(Debug)]
+pub enum ExpertWeights<'a, T: Clone> {
+    /// In parts that follow each other.
+    Plain(Vec<Cow<'a, [T]>>),
+    Int4(Int4),
+}
+
+/// A matrix in 4 bits with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the scale of
+/// its group, exactly, as no kernel rounds that product.
+#[derive(Clone, Debug)]
+pub struct Int4 {
+    /// Consecutive elements of a row that share a scale. Rows are whole groups.
+    pub group: usize,
+    /// `[rows, cols / 8]`: the first of eight in the lowest bits, each plus 8.
+    pub(crate) words: Vec<u32>,
+    /// `[rows, cols / group]`
+    pub scales: Vec<f32>,
+}
+
+impl Int4 {
+    /// Elements in a word.
+    pub(crate) const PER_WORD: usize = 8;
+
+    /// The elements of consecutive groups.
+    pub fn values(&self) -> impl Iterator<Item = f32> {
+        let words = self.words.chunks_exact(self.group / Self::PER_WORD);
+        words
+            .zip(&self.scales)
+            .flat_map(|(words, &scale)| words.iter().flat_map(integers).map(move |integer| integer * scale))
+    }
+
+    /// The rows of both matrices, this one's first.
+    pub fn append(&mut self, mut below: Self) {
+        self.words.append(&mut below.words);
+        self.scales.append(&mut below.scales);
+    }
+
+    /// Splits the matrix into matrices of `rows` rows each; the last one has the remaining rows.
+    pub fn split(&self, rows: usize, cols: usize) -> impl Iterator<Item = Self> {
+        let words = self.words.chunks(rows * cols / Self::PER_WORD);
+        let scales = self.scales.chunks(rows * cols / self.group);
+        words.zip(scales).map(|(words, scales)| Self {
+            group: self.group,
+            words: words.to_vec(),
+            scales: scales.to_vec(),
+        })
+    }
+}
+
+fn integers(word: &u32) -> impl Iterator<Item = f32> {
+    let word = *word;
+    (0..Int4::PER_WORD).map(move |place| (word >> (4 * place) & 0xf) as f32 - 8.0)
+}

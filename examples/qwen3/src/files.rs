@@ -1,0 +1,58 @@
+//! Reading input files and writing the output file safely, whatever the paths point to.
+//!
+//! Invariant: only regular files are read, text only up to a limit. The output replaces only a regular file that is not an input.
+
+use std::{
+    fs::{self, File, Metadata},
+    io::{self, Read as _},
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use crate::error::{Context, Result, bail};
+
+/// Opens a regular file. A pipe or a device may never end.
+pub fn open(path: &Path) -> Result<File> {
+    let regular = |metadata: Metadata| match metadata.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is not a regular file")),
+    };
+    // Check before opening, because opening a pipe waits for its other end.
+    fs::metadata(path).and_then(regular).context(path.display())?;
+    let file = File::open(path).context(path.display())?;
+    file.metadata().and_then(regular).context(path.display())?;
+    Ok(file)
+}
+
+/// Reads a text of at most `max_mib` MiB.
+pub fn read_text(path: &Path, max_mib: u64) -> Result<String> {
+    let file = open(path)?;
+    let bytes = file.metadata().context(path.display())?.len();
+    if bytes > max_mib << 20 {
+        bail!("{}: it has {bytes} bytes; {max_mib} MiB are the most", path.display());
+    }
+    let mut text = String::new();
+    file.take(max_mib << 20).read_to_string(&mut text).context(path.display())?;
+    Ok(text)
+}
+
+/// Refuses to overwrite anything but a regular file, or an input: a file in these folders, or one of these files.
+pub(crate) fn check_output(path: &Path, folders: &[&Path], files: &[&Path]) -> Result<()> {
+    let there = match fs::symlink_metadata(path) {
+        Ok(there) => there,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).context(path.display()),
+    };
+    if !there.is_file() {
+        bail!("{}: it is there and not a regular file, so that it is not replaced", path.display());
+    }
+    let inside = folders.iter().flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten());
+    let inputs = inside.map(|entry| entry.path()).chain(files.iter().map(PathBuf::from));
+    let is_it = |input: &PathBuf| {
+        fs::metadata(input).is_ok_and(|input| (input.dev(), input.ino()) == (there.dev(), there.ino()))
+    };
+    if let Some(input) = inputs.into_iter().find(is_it) {
+        bail!("{}: it is the input {}, so that it is not replaced", path.display(), input.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,332 @@
+//! The reference forward: where the multi-LoRA calls go in a Qwen3.
+//!
+//! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
+//! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
+//! call. In steps of many, the deltas of gate and up and the activation are one. In a layer with experts, the calls replace the
+//! activation and the combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation
+//! and combine instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
+//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
+//!
+//! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
+//! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
+//! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts.
+
+use aril::{Element, Slot};
+
+use crate::{
+    config::{Config, Heads},
+    device::{BlockTable, Cache, Device, HeadNorms, Places, Rope, Slots},
+    error::Result,
+    model::{Experts, Layer, Linear, Mlp, Model},
+};
+
+/// The tokens of all requests that run in one pass, packed without padding.
+#[derive(Debug, Default)]
+pub struct Step {
+    pub ids: Vec<u32>,
+    pub positions: Vec<u32>,
+    /// The row of each token's sequence in the block table.
+    pub sequences: Vec<u32>,
+    pub table: BlockTable,
+    /// The adapter of each token, which lets requests of different adapters share a batch.
+    pub slots: Vec<Slot>,
+    /// A factor on the adapter's own scaling, for each token.
+    pub scales: Vec<f32>,
+    /// The rows whose next token is sampled.
+    pub sampled: Vec<u32>,
+}
+
+impl Step {
+    /// The tokens without a neighbour of their sequence; `None` if no token has one.
+    fn alone(&self) -> Option<Vec<u32>> {
+        let mut runs = self.sequences.chunk_by(|a, b| a == b);
+        if runs.clone().all(|run| run.len() == 1) {
+            return None;
+        }
+        let mut end = 0;
+        let mut alone = Vec::new();
+        for run in runs.by_ref() {
+            if run.len() == 1 {
+                alone.push(end);
+            }
+            end += u32::try_from(run.len()).unwrap_or(u32::MAX);
+        }
+        Some(alone)
+    }
+}
+
+/// Steps of up to this many tokens run base weights and adapters in one launch, in all layers. With more, the GPU's own GEMM and a launch
+/// for the adapters are as fast or faster, depending on the layer and on how many adapters there are.
+pub const FUSED_TOKENS: usize = 32;
+
+/// Which linear layers of a step run base weights and adapters in one launch.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Fusion {
+    None,
+    /// Those that are fastest so with this many tokens of few adapters.
+    Fastest(usize),
+}
+
+impl Fusion {
+    /// Of a step of any adapters.
+    const fn of(tokens: usize) -> Self {
+        if tokens <= FUSED_TOKENS { Self::Fastest(tokens) } else { Self::None }
+    }
+}
+
+/// The indices of a step on the device.
+pub struct Inputs<D: Device> {
+    pub ids: D::Indices,
+    pub places: Places<D>,
+}
+
+/// The adapters of a step.
+pub struct Lora<'a, 's, D: Device> {
+    pub step: &'a mut D::LoraStep<'s>,
+    /// Whether a token has one. If not, no operation runs that only adds deltas.
+    pub has_adapters: bool,
+    pub fusion: Fusion,
+}
+
+impl<D: Device> Lora<'_, '_, D> {
+    /// Whether a layer runs as its fused linear.
+    fn is_fused(&self, device: &D, layer: &D::LoraLinear, fused: &D::FusedLinear<'_>) -> bool {
+        match self.fusion {
+            Fusion::None => false,
+            Fusion::Fastest(tokens) => device.is_fastest_fused(layer, fused, tokens),
+        }
+    }
+}
+
+/// The linear layers of a layer with their base weights, for steps of few tokens.
+struct FusedLayer<'m, D: Device + 'm> {
+    qkv: Option<D::FusedLinear<'m>>,
+    o: Option<D::FusedLinear<'m>>,
+    /// Of a dense layer.
+    gate_up: Option<D::FusedLinear<'m>>,
+    down: Option<D::FusedLinear<'m>>,
+}
+
+/// The state kept from step to step.
+pub struct Session<'m, D: Device + 'm> {
+    pub state: State<'m, D>,
+    pub buffers: D::Buffers,
+}
+
+/// What the layers keep.
+pub struct State<'m, D: Device + 'm> {
+    fused: Vec<FusedLayer<'m, D>>,
+    fused_head: Option<D::FusedLinear<'m>>,
+    pub caches: Vec<Cache<D>>,
+    rope: Rope<D>,
+    grouping: D::Grouping,
+}
+
+impl<D: Device> Model<'_, D> {
+    /// Sets up a run of sequences on a cache of `rows` rows, the longest of them with `positions` positions.
+    pub fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
+        let Self { device, config, heads, routes, adapters, layers, .. } = self;
+        let features = heads.kv_features();
+        let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
+        let fused = |layer: &'m Linear<D>| device.fused_linear(adapters, layer.id, &layer.base);
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let fused_layer = |layer: &'m Layer<D>| {
+            let (gate_up, down) = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => (fused(gate_up)?, fused(down)?),
+                Mlp::Sparse(_) => (None, None),
+            };
+            Ok(FusedLayer { qkv: fused(&layer.qkv)?, o: fused(&layer.o)?, gate_up, down })
+        };
+        let state = State {
+            fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
+            fused_head: device.fused_linear(adapters, self.head_id, head)?,
+            caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
+            rope: self.rope(positions)?,
+            grouping: device.grouping(*routes)?,
+        };
+        Ok(Session { state, buffers: device.buffers(adapters)? })
+    }
+
+    /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
+    pub fn forward(&self, adapters: Slots<'_, D>, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
+        self.forward_on(adapters, session, step, &self.inputs(step)?)
+    }
+
+    /// [`forward`](Self::forward), of indices on the device.
+    pub fn forward_on(
+        &self,
+        adapters: Slots<'_, D>,
+        session: &mut Session<'_, D>,
+        step: &Step,
+        inputs: &Inputs<D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, .. } = self;
+        let Session { state, buffers } = session;
+        let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
+        let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
+        let fusion = Fusion::of(step.ids.len());
+        let h = self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, fusion })?;
+        drop(lora);
+
+        let sampled = step.sampled.iter().map(|&row| row as usize);
+        let slots: Vec<Slot> = sampled.clone().map(|row| step.slots[row]).collect();
+        let scales: Vec<f32> = sampled.map(|row| step.scales[row]).collect();
+        let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
+        let h = device.gather(&h, &device.indices(&step.sampled)?)?;
+        let fusion = Fusion::of(step.sampled.len());
+        self.logits(state, &h, &mut Lora { step: &mut lora, has_adapters, fusion })
+    }
+
+    /// Uploads the indices of a step.
+    pub fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
+        let BlockTable { ref first_rows, columns, block_rows } = step.table;
+        let places = step.sequences.iter().zip(&step.positions);
+        let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
+        let indices = |values: &[u32]| self.device.indices(values);
+        let places = Places {
+            positions: indices(&step.positions)?,
+            sequences: indices(&step.sequences)?,
+            rows: indices(&rows)?,
+            table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows },
+            alone: step.alone().map(|tokens| indices(&tokens)).transpose()?,
+        };
+        Ok(Inputs { ids: indices(&step.ids)?, places })
+    }
+
+    /// Runs the layers, and returns the hidden states of all tokens: `[tokens, hidden]`.
+    pub fn hidden(
+        &self,
+        State { fused, caches, rope, grouping, .. }: &mut State<'_, D>,
+        Inputs { ids, places }: &Inputs<D>,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, heads, config: Config { eps, .. }, .. } = *self;
+        let of_rank;
+        let ids = match self.first_token {
+            0 => ids,
+            first => {
+                of_rank = device.subtract(ids, first)?;
+                &of_rank
+            }
+        };
+        let mut h = device.embed(&self.embed, ids)?;
+        if lora.has_adapters {
+            device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
+        }
+        device.all_reduce(&mut h)?;
+
+        // What the layer before adds to h.
+        let mut added: Option<D::Tensor> = None;
+        for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
+            let x = match &added {
+                None => device.rms_norm(&h, &layer.input_norm, eps)?,
+                Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
+            };
+            let mut qkv = self.linear(&x, layer.qkv.parts(), fused.qkv.as_ref(), lora)?;
+            let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
+            device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
+            let x = device.attention(&qkv, heads, places, cache)?;
+            let mut y = self.linear(&x, layer.o.parts(), fused.o.as_ref(), lora)?;
+            device.all_reduce(&mut y)?;
+
+            let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
+            let mut y = match &layer.mlp {
+                Mlp::Dense { gate_up, down } => {
+                    let x = self.gate_up(&x, gate_up, fused.gate_up.as_ref(), lora)?;
+                    self.linear(&x, down.parts(), fused.down.as_ref(), lora)?
+                }
+                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
+            };
+            device.all_reduce(&mut y)?;
+            added = Some(y);
+        }
+        if let Some(y) = added {
+            device.add(&mut h, &y)?;
+        }
+        Ok(h)
+    }
+
+    /// The logits of hidden states: `[tokens, vocab]`.
+    pub fn logits(&self, state: &State<'_, D>, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
+        let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
+        let base = self.head.as_ref().unwrap_or(&self.embed);
+        let logits = self.linear(&x, (base, &self.head_lora), state.fused_head.as_ref(), lora)?;
+        self.device.all_gather(logits, self.config.vocab)
+    }
+
+    /// On the rank's part of a layer, the base model's GEMM and the delta of every token's adapter: all that multi-LoRA needs in a linear
+    /// layer. Where it is faster, one operation of the library does both.
+    fn linear(
+        &self,
+        x: &D::Tensor,
+        (base, layer): (&D::Weight, &D::LoraLinear),
+        fused: Option<&D::FusedLinear<'_>>,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        if let Some(fused) = fused.filter(|fused| lora.is_fused(self.device, layer, fused)) {
+            return self.device.forward(fused, lora.step, x);
+        }
+        if lora.has_adapters {
+            return self.device.gemm_with_deltas(x, (base, layer), lora.step);
+        }
+        self.device.gemm(x, base)
+    }
+
+    /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.
+    fn gate_up(
+        &self,
+        x: &D::Tensor,
+        layer: &Linear<D>,
+        fused: Option<&D::FusedLinear<'_>>,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, .. } = self;
+        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step)? {
+            return Ok(out);
+        }
+        device.silu_mul(&self.linear(x, layer.parts(), fused, lora)?)
+    }
+
+    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with
+    /// the combine. A step without adapters needs neither of the library's operations.
+    fn experts(
+        &self,
+        x: &D::Tensor,
+        layer: &Experts<D>,
+        grouping: &mut D::Grouping,
+        Lora { step, has_adapters, .. }: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, .. } = self;
+        let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;
+        let routes = device.choose_experts(x, router, *top_k, *normalized, held.clone())?;
+        if !*has_adapters {
+            let out = device.experts_without_adapters(lora, x, &routes, &**gate_up, &**down)?;
+            if let Some(out) = out {
+                return Ok(out);
+            }
+        }
+        let mut grouped = device.group(grouping, step, &routes)?;
+        let gate_up = gate_up.run_on_tokens(device, x, &routes)?;
+        let inter = device.activate(lora, step, &mut grouped, x, gate_up)?;
+        let down = down.run(device, &inter, &routes)?;
+        device.combine(lora, step, &mut grouped, &inter, down)
+    }
+
+    /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.
+    #[expect(clippy::cast_possible_truncation, reason = "where transformers rounds")]
+    fn rope(&self, positions: usize) -> Result<Rope<D>> {
+        let Heads { dim, .. } = self.config.heads;
+        let theta = self.config.rope_theta as f32;
+        let frequencies: Vec<f32> =
+            (0..dim).step_by(2).map(|feature| 1.0 / theta.powf(feature as f32 / dim as f32)).collect();
+        let angles: Vec<f32> = (0..positions)
+            .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency))
+            .collect();
+        let table = |function: fn(f64) -> f64| {
+            let round = |&angle: &f32| D::Elem::from_f32(function(f64::from(angle)) as f32);
+            let values: Vec<_> = angles.iter().map(round).collect();
+            self.device.tensor(positions, frequencies.len(), &values)
+        };
+        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)? })
+    }
+}

@@ -1,0 +1,37 @@
+//! The reference forward of aril, on the CPU and on the GPU: a Qwen3, dense or with experts, that serves many LoRA adapters in one batch.
+//!
+//! Start with [`forward`], which has the multi-LoRA calls. The engine of `aril-serve` runs on it, and so does the program [`main`], whose
+//! manual is README.md.
+
+#![expect(missing_debug_implementations, reason = "memory of a device has nothing to print")]
+#![expect(missing_docs, reason = "a field or a method whose name says it all has no sentence of its own")]
+#![expect(clippy::missing_errors_doc, reason = "an error is a sentence that names its cause: see `error`")]
+
+pub mod adapter_pool;
+pub mod checkpoint;
+mod cli;
+pub mod config;
+pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod device;
+pub mod device_arg;
+pub mod error;
+pub mod experts;
+pub mod files;
+pub mod forward;
+mod generate;
+pub mod group;
+mod job;
+#[cfg(feature = "cuda")]
+pub mod kernels;
+pub mod model;
+mod pool;
+mod report;
+mod requests;
+pub mod stderr;
+pub mod tokenizer;
+mod verdict;
+mod verify;
+
+pub use cli::main;

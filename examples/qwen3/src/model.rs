@@ -1,0 +1,381 @@
+//! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
+
+use std::{borrow::Cow, ops::Range, sync::Arc};
+
+use aril::{
+    Element, Slot,
+    adapter::{Adapter, SlotImage},
+    group::Group,
+    model::{self, EmbeddingId, ExpertsId, ExpertsSite, LinearId, LinearSite, ModelSpec, Parallel, Shard, TpRank},
+    plan::{Capacity, RouteCapacity},
+};
+
+use crate::{
+    checkpoint::{Block, ExpertsProjection, Weights},
+    config::{Config, Heads, Moe},
+    device::Device,
+    error::{Context, Result, bail},
+    experts::GroupedGemm,
+    group::Rank,
+    stderr::progress,
+};
+
+/// A base model and the adapters that run on it.
+pub struct Model<'d, D: Device> {
+    pub device: &'d D,
+    pub config: Config,
+    /// The heads on this rank.
+    pub heads: Heads,
+    /// The first token id whose row of the embedding is on this rank.
+    pub(crate) first_token: u32,
+    pub routes: RouteCapacity,
+    pub embed: D::Weight,
+    pub(crate) embed_lora: D::LoraEmbedding,
+    pub layers: Vec<Layer<D>>,
+    pub norm: D::Tensor,
+    /// Absent if it is tied to the embedding. Its adapters and those of the embedding are separate in either case.
+    pub head: Option<D::Weight>,
+    pub(crate) head_id: LinearId,
+    pub(crate) head_lora: D::LoraLinear,
+    pub adapters: D::Adapters,
+}
+
+/// A layer of the base model, with its operations for adapters.
+pub struct Layer<D: Device> {
+    pub(crate) input_norm: D::Tensor,
+    pub(crate) qkv: Linear<D>,
+    pub q_norm: D::Tensor,
+    pub k_norm: D::Tensor,
+    pub(crate) o: Linear<D>,
+    pub(crate) post_norm: D::Tensor,
+    pub mlp: Mlp<D>,
+}
+
+/// A linear layer of the base model, and its operations for adapters.
+pub struct Linear<D: Device> {
+    pub id: LinearId,
+    pub base: D::Weight,
+    pub lora: D::LoraLinear,
+}
+
+impl<D: Device> Linear<D> {
+    pub fn parts(&self) -> (&D::Weight, &D::LoraLinear) {
+        (&self.base, &self.lora)
+    }
+}
+
+pub enum Mlp<D: Device> {
+    Dense { gate_up: Linear<D>, down: Linear<D> },
+    Sparse(Experts<D>),
+}
+
+/// The experts of a layer of the base model, and their operations for adapters.
+pub struct Experts<D: Device> {
+    pub router: D::Weight,
+    /// Experts per token.
+    pub top_k: usize,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub(crate) normalized: bool,
+    /// The experts on this rank.
+    pub held: Range<usize>,
+    pub(crate) gate_up: Box<dyn GroupedGemm<D>>,
+    pub down: Box<dyn GroupedGemm<D>>,
+    pub lora: D::LoraExperts,
+}
+
+impl<'d, D: Device> Model<'d, D> {
+    /// Builds the device's part of the base model for steps of at most `tokens` tokens, whose adapters are in `table`.
+    pub fn new(
+        device: &'d D,
+        config: &Config,
+        Described { model, sites }: &Described,
+        mut weights: Weights<'_>,
+        table: D::Adapters,
+        tokens: usize,
+    ) -> Result<Self> {
+        if device.tp() != model.tp() {
+            bail!("a device of {:?} cannot run the model of {:?}", device.tp(), model.tp());
+        }
+        // All layers with experts have equally many. The library's bounds are at least 1.
+        let experts = model.expert_layers().first();
+        let (experts, top_k) = experts.map_or((1, 1), |site| (site.held().len(), site.top_k()));
+        let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
+
+        let Config { vocab, hidden, heads, .. } = *config;
+        let whole = [vocab, hidden];
+        // The embedding and the head have the same rows, and zeros below the last one of the vocabulary.
+        let (site, of_vocab) = (&model[sites.head], Block::of_outputs(&model[sites.head], 0));
+        let padded = |values: Cow<'_, [D::Elem]>| {
+            let zeros = vec![D::Elem::default(); site.out_features() * hidden - values.len()];
+            device.weight(site.out_features(), hidden, &[values, zeros.into()])
+        };
+        let embed = padded(weights.module(EMBED, whole, &of_vocab)?)?;
+        let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
+        let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
+        let layers = layers.collect::<Result<_>>()?;
+        let norm = device.tensor(1, hidden, &weights.norm("model.norm", hidden)?)?;
+        let head = if !config.tied {
+            Some(weights.module(HEAD, whole, &of_vocab)?)
+        } else if weights.adapts(EMBED) || weights.adapts(HEAD) {
+            Some(weights.module_from(HEAD, EMBED, whole, &of_vocab)?)
+        } else {
+            None
+        };
+        let head = head.map(padded).transpose()?;
+        if config.tied {
+            // Some savers store the tied head a second time; transformers does not read it either.
+            weights.ignore("lm_head.weight");
+        }
+        weights.finish()?;
+
+        Ok(Self {
+            device,
+            config: config.clone(),
+            heads: local_heads(&model[sites.layers[0].qkv], heads),
+            first_token: u32::try_from(model[sites.embed].range().start)?,
+            routes,
+            embed,
+            embed_lora: device.lora_embedding(&table, sites.embed)?,
+            layers,
+            norm,
+            head,
+            head_id: sites.head,
+            head_lora: device.lora_linear(&table, sites.head)?,
+            adapters: table,
+        })
+    }
+}
+
+/// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens. All ranks load each of them, or none.
+pub fn load<D: Device>(
+    device: &D,
+    model: &model::Model,
+    adapters: &[(String, Arc<Adapter>)],
+    tokens: usize,
+    rank: &Rank,
+) -> Result<D::Adapters> {
+    let images = adapters
+        .iter()
+        .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
+    let images = images.collect::<Result<Vec<_>>>()?;
+    let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank), rank)?;
+    let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
+    let mut group = Group::new(rank.clone(), table.clone())?;
+    for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
+        let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
+        let loaded = if device.tp().size() == 1 {
+            device.load(&table, slot, image, progress(name, image.bytes()))
+        } else {
+            group.load(slot, index, || Ok(&**adapter)).map(drop).map_err(Into::into)
+        };
+        loaded.context(format_args!("adapter `{name}`"))?;
+    }
+    Ok(table)
+}
+
+/// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which
+/// exchange matrices of such sizes.
+pub fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>, rank: &Rank) -> Result<Capacity> {
+    // The library's bounds are at least 1.
+    let slots = ranks.len().max(1);
+    Ok(Capacity::tokens(tokens).slots(slots).rank(rank.largest(ranks.max().unwrap_or(0).max(1))?))
+}
+
+/// The inputs from which layers are built.
+struct Builder<'a, 'w, D: Device> {
+    device: &'a D,
+    config: &'a Config,
+    model: &'a model::Model,
+    adapters: &'a D::Adapters,
+    weights: &'a mut Weights<'w>,
+}
+
+impl<D: Device> Builder<'_, '_, D> {
+    fn layer(&mut self, layer: usize, sites: &LayerSites) -> Result<Layer<D>> {
+        let Config { hidden, heads, .. } = *self.config;
+        let (query, kv) = (heads.query_features(), heads.kv_features());
+        let path = format!("model.layers.{layer}");
+        let attention = format!("{path}.self_attn");
+        Ok(Layer {
+            input_norm: self.norm(format!("{path}.input_layernorm"), hidden)?,
+            qkv: self.linear(hidden, &[query, kv, kv], sites.qkv)?,
+            q_norm: self.norm(format!("{attention}.q_norm"), heads.dim)?,
+            k_norm: self.norm(format!("{attention}.k_norm"), heads.dim)?,
+            o: self.linear(query, &[hidden], sites.o)?,
+            post_norm: self.norm(format!("{path}.post_attention_layernorm"), hidden)?,
+            mlp: self.mlp(&format!("{path}.mlp"), &sites.mlp)?,
+        })
+    }
+
+    fn mlp(&mut self, path: &str, sites: &MlpSites) -> Result<Mlp<D>> {
+        let Config { hidden, intermediate, .. } = *self.config;
+        match *sites {
+            MlpSites::Dense { gate_up, down } => Ok(Mlp::Dense {
+                gate_up: self.linear(hidden, &[intermediate, intermediate], gate_up)?,
+                down: self.linear(intermediate, &[hidden], down)?,
+            }),
+            MlpSites::Sparse { ref moe, experts } => {
+                let router = self.weights.replicated(&format!("{path}.gate"), [moe.experts, hidden])?;
+                Ok(Mlp::Sparse(Experts {
+                    router: self.device.weight(moe.experts, hidden, &[router])?,
+                    top_k: moe.top_k,
+                    normalized: moe.normalized,
+                    held: held(&self.model[experts]),
+                    gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
+                    down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
+                    lora: self.device.lora_experts(self.adapters, experts)?,
+                }))
+            }
+        }
+    }
+
+    fn experts(
+        &mut self,
+        path: &str,
+        projection: ExpertsProjection<'_>,
+        whole: [usize; 2],
+        id: ExpertsId,
+    ) -> Result<Box<dyn GroupedGemm<D>>> {
+        let (shape, weights) = self.weights.experts(&format!("{path}.experts"), projection, whole, self.model, id)?;
+        self.device.experts(shape, weights)
+    }
+
+    /// Reads the rank's part of the modules of a layer, which has these sizes before it is cut.
+    fn linear(&mut self, in_features: usize, out_features: &[usize], id: LinearId) -> Result<Linear<D>> {
+        let site = &self.model[id];
+        let module = |(index, &rows): (usize, &usize)| {
+            let module = site.slices()[index].module();
+            self.weights.module(module, [rows, in_features], &Block::of_outputs(site, index))
+        };
+        let parts = out_features.iter().enumerate().map(module).collect::<Result<Vec<_>>>()?;
+        let base = self.device.weight(site.out_features(), site.in_features(), &parts)?;
+        Ok(Linear { id, base, lora: self.device.lora_linear(self.adapters, id)? })
+    }
+
+    fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {
+        self.device.tensor(1, len, &self.weights.norm(&path, len)?)
+    }
+}
+
+impl Block {
+    /// The part of a module's weight that the rank of a layer holds.
+    fn of_outputs(site: &LinearSite, slice: usize) -> Self {
+        Self { rows: site.slices()[slice].ranges().to_vec(), cols: site.in_range() }
+    }
+}
+
+/// The experts of a layer on its rank, which [`describe`] has made one range.
+pub fn held(site: &ExpertsSite) -> Range<usize> {
+    let first = site.held().first().copied().unwrap_or(0);
+    first..first + site.held().len()
+}
+
+/// The heads of q, k and v on the rank of a layer.
+fn local_heads(qkv: &LinearSite, Heads { dim, .. }: Heads) -> Heads {
+    let heads = |slice: usize| qkv.slices()[slice].out_features() / dim;
+    Heads { query: heads(0), kv: heads(1), dim }
+}
+
+const EMBED: &str = "model.embed_tokens";
+const HEAD: &str = "lm_head";
+
+/// The layers that adapters may change, and their places.
+#[derive(Debug)]
+pub struct Described {
+    pub model: model::Model,
+    sites: Sites,
+}
+
+/// The ids of the adapted layers in the [`model::Model`].
+#[derive(Debug)]
+struct Sites {
+    embed: EmbeddingId,
+    layers: Vec<LayerSites>,
+    head: LinearId,
+}
+
+#[derive(Debug)]
+struct LayerSites {
+    qkv: LinearId,
+    o: LinearId,
+    mlp: MlpSites,
+}
+
+#[derive(Debug)]
+enum MlpSites {
+    Dense { gate_up: LinearId, down: LinearId },
+    Sparse { moe: Moe, experts: ExpertsId },
+}
+
+/// A rank, and how the ranks of its group split the model.
+#[derive(Clone, Copy, Debug)]
+pub struct Split {
+    pub tp: TpRank,
+    /// Whether each rank has some of the experts of a layer, instead of a part of each expert.
+    pub expert_parallel: bool,
+    /// Whether each rank has a part of both factors of a linear layer, instead of a part of one and all of the other.
+    pub fully_sharded: bool,
+}
+
+impl From<TpRank> for Split {
+    /// Tensor parallelism alone.
+    fn from(tp: TpRank) -> Self {
+        Self { tp, expert_parallel: false, fully_sharded: false }
+    }
+}
+
+/// Describes the adapted layers and the PEFT modules fused into them, as a rank holds them.
+pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
+    use aril::model::{Experts, Linear};
+
+    let Split { tp, expert_parallel, fully_sharded } = split.into();
+
+    let Config { vocab, hidden, intermediate, heads, .. } = *config;
+    let mut spec = ModelSpec::new();
+    let padded = vocab.next_multiple_of(tp.size());
+    let embed = spec.vocab_parallel_embedding(EMBED, vocab, padded, hidden)?;
+    let mut layers = Vec::with_capacity(config.layers);
+    for layer in 0..config.layers {
+        let attention = format!("model.layers.{layer}.self_attn");
+        let mlp = format!("model.layers.{layer}.mlp");
+        let qkv = Linear::new(&attention, Parallel::Column, hidden)
+            .heads("q_proj", heads.query, heads.dim)
+            .kv_heads("k_proj", heads.kv, heads.dim)
+            .kv_heads("v_proj", heads.kv, heads.dim);
+        let o = Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden);
+        let (qkv, o) = (spec.linear(qkv)?, spec.linear(o)?);
+        let mlp = if let Some(moe) = config.experts_in(layer) {
+            let experts = Experts::new(format!("{mlp}.experts"), moe.experts, hidden, moe.intermediate);
+            MlpSites::Sparse { moe: moe.clone(), experts: spec.experts(experts.top_k(moe.top_k))? }
+        } else {
+            let gate_up = Linear::new(&mlp, Parallel::Column, hidden);
+            let gate_up = gate_up.slice("gate_proj", intermediate).slice("up_proj", intermediate);
+            let down = Linear::new(&mlp, Parallel::Row, intermediate).slice("down_proj", hidden);
+            MlpSites::Dense { gate_up: spec.linear(gate_up)?, down: spec.linear(down)? }
+        };
+        layers.push(LayerSites { qkv, o, mlp });
+    }
+    let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
+    let mut shard = if fully_sharded { Shard::new(tp).fully_sharded() } else { Shard::new(tp) };
+    if expert_parallel {
+        shard = shard.experts_tp(TpRank::SINGLE);
+        for (layer, sites) in layers.iter().enumerate() {
+            if let MlpSites::Sparse { moe, experts } = &sites.mlp {
+                let held = share(moe.experts, tp).context(format_args!("model.layers.{layer}.mlp.experts"))?;
+                shard = shard.held(*experts, held);
+            }
+        }
+    }
+    Ok(Described { model: spec.shard(shard)?, sites: Sites { embed, layers, head } })
+}
+
+/// The experts of a rank: consecutive ones, of which the first ranks have one more if they cannot be divided evenly.
+fn share(experts: usize, tp: TpRank) -> Result<Range<usize>> {
+    let (rank, ranks) = (tp.rank(), tp.size());
+    if experts < ranks {
+        bail!("{experts} experts cannot be spread over {ranks} ranks, each of which needs one");
+    }
+    let (each, more) = (experts / ranks, experts % ranks);
+    let first = rank * each + rank.min(more);
+    Ok(first..first + each + usize::from(rank < more))
+}

@@ -1,0 +1,187 @@
+//! The model's `tokenizer.json`, used as in transformers: without the padding and truncation that the file may contain.
+//!
+//! The tokenizers crate panics on some files, and on others allocates sizes that the file names. Invariant: both end in an error.
+
+use std::{
+    any::Any,
+    array::from_fn,
+    cell::Cell,
+    collections::HashMap,
+    panic::{self, AssertUnwindSafe},
+    path::Path,
+    sync::Once,
+};
+
+use serde_json::{Map, Value};
+
+use crate::{
+    error::{Context, Error, Result, bail},
+    files,
+};
+
+/// The largest `tokenizer.json` in MiB. The largest in use have about 35.
+const MAX_MIB: u64 = 256;
+
+/// A tokenizer.
+#[derive(Debug)]
+pub struct Tokenizer {
+    pub inner: tokenizers::Tokenizer,
+    least: Least,
+}
+
+impl Tokenizer {
+    /// The tokenizer in a model's folder, if it has one.
+    pub fn read(model: &Path) -> Result<Option<Self>> {
+        let path = model.join("tokenizer.json");
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = files::read_text(&path, MAX_MIB)?;
+        Self::parse(&text).map(Some).context(path.display())
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let mut fields: Map<String, Value> = serde_json::from_str(text)?;
+        // transformers sets both for each call.
+        for reset in ["padding", "truncation"] {
+            fields.insert(reset.into(), Value::Null);
+        }
+        if fields.get("normalizer").is_some_and(has_charsmap) {
+            bail!("a normalizer with a precompiled map of characters is not implemented");
+        }
+        if let Some(dropout) = fields.get("model").and_then(|model| model.get("dropout"))
+            && !dropout.is_null()
+            && dropout.as_f64() != Some(0.0)
+        {
+            bail!("`model.dropout` is {dropout}, so that no text has tokens for sure");
+        }
+        let bytes = serde_json::to_vec(&fields)?;
+        guarded(|| {
+            let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| Error::new(error.to_string()))?;
+            let least = if Least::holds(&fields) { Least::new(&inner.get_vocab(true)) } else { Least::default() };
+            Ok(Self { inner, least })
+        })
+    }
+
+    /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have more than
+    /// `max_tokens` is refused before it is tokenized.
+    pub fn encode(&self, text: &str, adds_special: bool, max_tokens: usize) -> Result<Vec<u32>> {
+        let least = self.least.of(text);
+        if least > max_tokens {
+            bail!("it has at least {least} tokens, and the model has {max_tokens} positions");
+        }
+        let encode = || self.inner.encode(text, adds_special).map_err(|error| Error::new(error.to_string()));
+        guarded(|| encode().map(|encoding| encoding.get_ids().to_vec()))
+    }
+
+    /// The text of tokens, without special ones or with them.
+    pub fn decode(&self, tokens: &[u32], skips_special: bool) -> Result<String> {
+        let decode = || self.inner.decode(tokens, skips_special).map_err(|error| Error::new(error.to_string()));
+        guarded(decode).context("tokenizer.json")
+    }
+}
+
+/// How many tokens a text has at least, which is found faster than its tokens.
+///
+/// Visible ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n` bytes stands for at
+/// most `n` of them, so a character counts as one part of the bytes of the longest token that it is in. White space does not count: an
+/// added token may take any number of it. Nor does a character before one beyond ASCII, with which it may be composed.
+#[derive(Clone, Copy, Debug)]
+struct Least([u64; 128]);
+
+impl Least {
+    /// What a character counts that is a token.
+    const TOKEN: u64 = 1 << 32;
+
+    fn new(vocab: &HashMap<String, u32>) -> Self {
+        let mut longest = [0; 128];
+        for token in vocab.keys() {
+            for byte in token.bytes().filter(u8::is_ascii_graphic) {
+                let longest = &mut longest[usize::from(byte)];
+                *longest = token.len().max(*longest);
+            }
+        }
+        Self(from_fn(|byte| {
+            let is_token = |char| vocab.contains_key(char::from(char).encode_utf8(&mut [0; 4]));
+            let longest = u8::try_from(byte).is_ok_and(is_token).then_some(longest[byte]);
+            longest.and_then(|longest| Self::TOKEN.checked_div(longest as u64)).unwrap_or(0)
+        }))
+    }
+
+    /// Whether a `tokenizer.json` keeps visible ASCII characters as they are, up to its model.
+    fn holds(fields: &Map<String, Value>) -> bool {
+        let is = |value: &Value, types: &[&str]| value["type"].as_str().is_some_and(|of| types.contains(&of));
+        let keeps = |value: &Value| {
+            is(value, &["NFC", "NFD", "NFKC", "NFKD", "Prepend", "ByteLevel", "Metaspace", "Digits"])
+                || (is(value, &["Replace"]) && value["pattern"]["String"] == " " && value["content"] == "\u{2581}")
+                || (is(value, &["Split"]) && value["behavior"] != "Removed")
+        };
+        let parts_keep = |name: &str, parts: &str| match fields.get(name) {
+            None | Some(Value::Null) => true,
+            Some(all) if is(all, &["Sequence"]) => all[parts].as_array().is_some_and(|all| all.iter().all(keeps)),
+            Some(one) => keeps(one),
+        };
+        let model = fields.get("model").unwrap_or(&Value::Null);
+        let added = fields.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+        let is_composed =
+            |token: &Value| token["normalized"] != false && !token["content"].as_str().is_some_and(str::is_ascii);
+        is(model, &["BPE"])
+            && ["continuing_subword_prefix", "end_of_word_suffix"]
+                .iter()
+                .all(|affix| matches!(model[affix].as_str(), None | Some("")))
+            && parts_keep("normalizer", "normalizers")
+            && parts_keep("pre_tokenizer", "pretokenizers")
+            && !added.into_iter().any(is_composed)
+    }
+
+    fn of(&self, text: &str) -> usize {
+        let bytes = text.as_bytes();
+        let behind = bytes.iter().skip(1).chain([&0]);
+        let counted = bytes.iter().zip(behind).filter(|(byte, behind)| byte.is_ascii() && behind.is_ascii());
+        // No text has 2^32 characters.
+        let sum: u64 = counted.map(|(byte, _)| self.0[usize::from(*byte)]).sum();
+        usize::try_from(sum.div_ceil(Self::TOKEN)).unwrap_or(usize::MAX)
+    }
+}
+
+impl Default for Least {
+    /// Of nothing is anything known.
+    fn default() -> Self {
+        Self([0; 128])
+    }
+}
+
+/// Whether a normalizer, or one inside it, has a binary table, whose sizes the crate trusts.
+fn has_charsmap(normalizer: &Value) -> bool {
+    match normalizer {
+        Value::Object(fields) => fields.contains_key("precompiled_charsmap") || fields.values().any(has_charsmap),
+        Value::Array(values) => values.iter().any(has_charsmap),
+        _ => false,
+    }
+}
+
+/// Turns a panic into an error, and suppresses the panic's message.
+pub fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
+    thread_local! {
+        static IS_GUARDED: Cell<bool> = const { Cell::new(false) };
+    }
+    static HOOK: Once = Once::new();
+    // One hook for all threads, which may be here at the same time.
+    HOOK.call_once(|| {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !IS_GUARDED.get() {
+                hook(info);
+            }
+        }));
+    });
+    IS_GUARDED.set(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(run));
+    IS_GUARDED.set(false);
+    result.unwrap_or_else(|payload| Err(Error::new(format!("tokenizer.json does not work: {}", message(&*payload)))))
+}
+
+fn message(payload: &(dyn Any + Send)) -> &str {
+    let owned = payload.downcast_ref::<String>().map(String::as_str);
+    owned.or(payload.downcast_ref::<&str>().copied()).unwrap_or("it says no reason")
+}
