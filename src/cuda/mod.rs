@@ -26,39 +26,24 @@
 //!
 #![doc = include_str!("../docs/building.md")]
 
-mod arena;
 #[cfg(doctest)]
 mod doctests;
-mod flip;
-mod host;
 mod kernels;
+mod loading;
 mod memory;
 mod operations;
-mod parts;
-mod pool;
 pub mod raw;
-mod staging;
 mod steps;
 mod stream;
-mod table;
-mod upload;
 
 pub use self::{
-    host::{HostAdapter, HostMemory},
     kernels::{Kernels, driver_is_present},
+    loading::{AdapterPool, Filled, HostAdapter, HostMemory, Reservation, Staging, Tiers, WeightTable},
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk, TopK,
     },
-    pool::{AdapterPool, Tiers},
-    staging::Staging,
     steps::{Graph, RoutedBatch, Routing, Step, Workspace},
     stream::Queue,
-    table::WeightTable,
-    upload::{Filled, Reservation},
-};
-use self::{
-    memory::{host_arena, pinned, region},
-    stream::{capturing, own_stream},
 };
 pub use crate::error::LaunchError;

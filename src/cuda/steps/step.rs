@@ -276,11 +276,6 @@ impl WeightTable {
         let table = self.capacity().num_slots;
         if routing == table { Ok(()) } else { Err(OperandError::NumSlots { routing, table }.into()) }
     }
-
-    /// What a graph keeps alive: the descriptors, and the arena that they point into.
-    fn kept(&self) -> Kept {
-        Arc::clone(&self.shared) as Kept
-    }
 }
 
 /// Scratch memory for the operations of a step. All layers and graphs of a queue may share one workspace.

@@ -8,7 +8,7 @@ use super::{
     Filled, HostAdapter, HostMemory, LaunchError, Queue, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
-    region::Region,
+    region::{Kept, Region},
     staging::Stagings,
     upload::Room,
 };
@@ -104,7 +104,7 @@ impl WeightTable {
     }
 
     /// Whether another handle, that of a pool, has the slots.
-    pub(super) fn is_pooled(&self) -> bool {
+    pub(in crate::cuda) fn is_pooled(&self) -> bool {
         !self.is_owner && self.shared.slots.is_claimed()
     }
 
@@ -365,6 +365,11 @@ impl WeightTable {
     pub fn raw(&self) -> raw::Table {
         let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         raw::Table::new(model, *dtype, self.shared.table.region().ptr, capacity.num_slots, capacity.max_rank)
+    }
+
+    /// What a graph keeps alive: the descriptors, and the arena that they point into.
+    pub(in crate::cuda) fn kept(&self) -> Kept {
+        Arc::clone(&self.shared) as Kept
     }
 
     /// Workspace for any layer of the model. Fully sharded layers need none.

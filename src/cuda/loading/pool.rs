@@ -143,7 +143,7 @@ impl AdapterPool {
 
     /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation is enqueued.
     ///
-    /// Slots in device memory cannot be checked: see [`Routing::update_on_device`](super::Routing::update_on_device).
+    /// Slots in device memory cannot be checked: see [`Routing::update_on_device`](crate::cuda::Routing::update_on_device).
     ///
     /// # Errors
     /// [`OperandError::NotLeased`] if no [lease](pool::Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or

@@ -1,0 +1,24 @@
+//! What is in the slots: weight tables, the arenas that they point into, loads, and pools of adapters.
+
+mod arena;
+mod flip;
+mod host;
+mod parts;
+mod pool;
+mod staging;
+mod table;
+mod upload;
+
+pub use self::{
+    host::{HostAdapter, HostMemory},
+    pool::{AdapterPool, Tiers},
+    staging::Staging,
+    table::WeightTable,
+    upload::{Filled, Reservation},
+};
+use super::{
+    LaunchError, Queue, RoutedBatch, Step, Workspace,
+    memory::{host_arena, pinned, region},
+    raw,
+    stream::{capturing, own_stream},
+};
