@@ -10,8 +10,6 @@
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
 //! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` of either backend. Depends on `residency`.
-//! - [`registry`]: the names that requests use for adapters. Depends on `pool`.
-//! - [`admission`]: which waiting requests join the running batch. Depends on nothing.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse the same operands
 //!   by the same errors. They depend on everything above.
@@ -82,7 +80,6 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
-pub mod admission;
 mod blocks;
 mod contract;
 #[cfg(any(test, feature = "cuda"))]
@@ -102,7 +99,6 @@ pub mod model;
 pub mod plan;
 pub mod pool;
 pub mod reference;
-pub mod registry;
 pub mod residency;
 pub mod routing;
 mod slot;

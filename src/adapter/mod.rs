@@ -91,7 +91,7 @@ mod shown;
 mod tensor;
 
 pub(crate) use self::directory::Directory;
-pub(crate) use self::shown::Shown;
+pub use self::shown::Shown;
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,

@@ -6,8 +6,12 @@ use std::fmt;
 const HEAD: usize = 120;
 const TAIL: usize = 60;
 
-/// Displays a value on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
-pub(crate) struct Shown<T>(pub(crate) T);
+/// Displays a value that came from a file or a request, such as a name in a log, on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
+#[derive(Clone, Copy, Debug)]
+pub struct Shown<T>(
+    /// The value.
+    pub T,
+);
 
 impl<T: fmt::Display> fmt::Display for Shown<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -8,7 +8,6 @@ use aril::{
         Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor,
         TensorName,
     },
-    admission::{Admission, AdmissionError, Answer, Limits, Request},
     cpu,
     error::{LoadError, OperandError, SlotError},
     group::{ChannelError, Group, GroupError, InProcess, Message, Phase, Prepared, RankFailure},
@@ -21,7 +20,6 @@ use aril::{
         AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
     },
     reference,
-    registry::{Listed, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
     residency::{Resident, SlotInfo, Usage},
     routing::{Batch, Segments, TopK},
 };
@@ -52,8 +50,6 @@ fn types_may_be_shared_between_threads() {
     shared::<(cpu::LoraLinear, cpu::LoraEmbedding, cpu::LoraExperts, cpu::FusedLinear<'_, f32>, cpu::Workspace)>();
     shared::<(cpu::WeightTable, cpu::Reservation, cpu::Filled, cpu::Step<'_>)>();
     shared::<(Resident, SlotInfo, Usage)>();
-    shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
-    shared::<(Registry, Reservation, Listed, Replaced, Served, Unloaded)>();
     shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
@@ -71,13 +67,11 @@ fn pools_may_be_sent_to_another_thread() {
 #[test]
 fn errors_go_anywhere() {
     error::<AdapterError>();
-    error::<AdmissionError>();
     error::<ChannelError>();
     error::<GroupError>();
     error::<LoadError>();
     error::<OperandError>();
     error::<PlanError>();
-    error::<RegistryError>();
     error::<PoolError>();
     error::<SlotError>();
     error::<SpecError>();

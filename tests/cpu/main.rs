@@ -8,7 +8,6 @@
     reason = "a test fails by panicking, and its numbers are small"
 )]
 
-mod admission;
 mod api;
 mod archs;
 #[path = "../common/mod.rs"]
@@ -25,5 +24,4 @@ mod readme;
 mod reference;
 mod residency;
 mod routing;
-mod serving;
 mod wrong;

@@ -12,13 +12,13 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    admission::{Admission, Answer, Limits, Request},
     cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, LinearPlan},
     pool::{AdapterId, PoolConfig, Source, StreamId},
     routing::{Batch, Segments},
 };
+use aril_serving::admission::{Admission, Answer, Limits, Request};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 

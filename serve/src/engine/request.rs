@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use aril::{admission::AdmissionError, pool::AdapterId};
+use aril::pool::AdapterId;
+use aril_serving::admission::AdmissionError;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::sampling::{Chosen, Logprobs, Sampling};

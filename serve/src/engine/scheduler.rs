@@ -20,9 +20,9 @@ use std::{
 
 use aril::{
     Slot,
-    admission::{self, Admission, Answer},
     pool::{AdapterId, CacheNamespace, PoolError},
 };
+use aril_serving::admission::{self, Admission, Answer};
 
 use super::{
     cache::{Chain, Counters, KvCache},

@@ -9,8 +9,8 @@ use aril::{
     DType,
     adapter::{Adapter, AdapterError, Opener},
     pool::{Source, Tier},
-    registry::{OnDuplicate, RegistryError, Served},
 };
+use aril_serving::registry::{OnDuplicate, RegistryError, Served};
 use axum::{
     Json,
     extract::{Path as UrlPath, State},

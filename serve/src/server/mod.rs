@@ -35,8 +35,8 @@ use aril::{
     cpu::AdapterPool,
     model::TpRank,
     pool::{AdapterId, PoolConfig},
-    registry::{OnDuplicate, Registry},
 };
+use aril_serving::registry::{OnDuplicate, Registry};
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},

@@ -2,7 +2,7 @@
 //!
 //! Nothing here is measured on a device. A [`Trace`](crate::serving::Trace) of requests is placed on replicas by a [`Router`]; only the
 //! router differs between the runs of a [`Scenario`]. Each [`Replica`] decides with the library's own state machines: a
-//! [`SimulatedPool`](aril::pool::SimulatedPool) and an [`Admission`](aril::admission::Admission), called in the order in which
+//! [`SimulatedPool`](aril::pool::SimulatedPool) and an [`Admission`](aril_serving::admission::Admission), called in the order in which
 //! `aril-serve` calls them. Its engine is that of [`serving`](crate::serving). Time is in whole microseconds, so that a seed gives the
 //! same figures again.
 //!

@@ -3,10 +3,8 @@ use std::{
     time::Duration,
 };
 
-use aril::{
-    admission::{Admission, Answer, Limits, Request as Waiting},
-    pool::{AdapterId, Lease, PoolConfig, SimulatedPool, StreamId, Tier, Work},
-};
+use aril::pool::{AdapterId, Lease, PoolConfig, SimulatedPool, StreamId, Tier, Work};
+use aril_serving::admission::{Admission, Answer, Limits, Request as Waiting};
 
 use super::Settings;
 use crate::{

@@ -18,7 +18,7 @@
 //!
 //! | policy | order | loads |
 //! |---|---|---|
-//! | [`Aril`] | [`Admission`](aril::admission::Admission) | ahead of admission, beside steps; a request starts when its adapter is there |
+//! | [`Aril`] | [`Admission`](aril_serving::admission::Admission) | ahead of admission, beside steps; a request starts when its adapter is there |
 //! | [`Fifo`] | arrival, up to the first request that cannot start | like `Aril` |
 //! | [`Vllm`] | arrival, without requests whose adapter would be one too many | at admission, before the step; LRU |
 //! | [`SLora`] | arrival, up to the first request that does not fit | for the next batch while this one runs, the rest at admission; what neither uses is dropped |

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use aril::admission::{Admission, Answer, Limits, Request as Waiting};
+use aril_serving::admission::{Admission, Answer, Limits, Request as Waiting};
 
 use super::{Adapter, Memory, Policy, Request, Room, Time, load_ahead};
 

@@ -43,7 +43,7 @@
 //! ```
 //! use std::time::Duration;
 //!
-//! use aril::admission::{Admission, Answer, Limits, Request};
+//! use aril_serving::admission::{Admission, Answer, Limits, Request};
 //!
 //! // Batches of up to two adapters. After a second, a request is overdue.
 //! let mut admission = Admission::new(Limits::new(2, Duration::from_secs(1)));
@@ -71,7 +71,7 @@
 //! admission.finish(&2)?;
 //! admission.admit(ms(6), |_| Answer::Take);
 //! assert_eq!(admission.batch(), ["a", "b"]);
-//! # Ok::<(), aril::admission::AdmissionError>(())
+//! # Ok::<(), aril_serving::admission::AdmissionError>(())
 //! ```
 
 mod error;
@@ -89,7 +89,7 @@ pub use self::{error::AdmissionError, limits::Limits};
 
 /// A request, as [`Admission::admit`] offers it.
 ///
-/// `R` identifies the request. `A` identifies the version of its adapter: an [`AdapterId`](crate::pool::AdapterId), or a key of an
+/// `R` identifies the request. `A` identifies the version of its adapter: an [`AdapterId`](aril::pool::AdapterId), or a key of an
 /// engine's own pool.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
@@ -105,7 +105,7 @@ pub struct Request<R, A> {
 }
 
 impl<R, A> Request<R, A> {
-    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](crate::pool::Source::bytes). `arrival` counts from any moment, the same one for all requests.
+    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](aril::pool::Source::bytes). `arrival` counts from any moment, the same one for all requests.
     pub const fn new(id: R, adapter: A, bytes: usize, arrival: Duration) -> Self {
         Self { id, adapter: Some(adapter), bytes, arrival }
     }
@@ -137,7 +137,8 @@ pub enum Answer {
 /// ```
 /// use std::time::Duration;
 ///
-/// use aril::{admission::{Admission, Answer}, cpu::AdapterPool, pool::{AdapterId, Lease, PoolError, StreamId}};
+/// use aril::{cpu::AdapterPool, pool::{AdapterId, Lease, PoolError, StreamId}};
+/// use aril_serving::admission::{Admission, Answer};
 ///
 /// /// The requests that start, with their leases, and those that fail.
 /// type Started = (Vec<(u64, Option<Lease>)>, Vec<(u64, PoolError)>);

@@ -4,7 +4,7 @@ use std::{
 };
 
 use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded};
-use crate::pool::AdapterId;
+use aril::pool::AdapterId;
 
 /// One reservation. No ticket is used twice, so that a reservation which has been cancelled cannot touch a later one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -16,7 +16,7 @@ use super::{
     load,
     model::{BASE, Call, Model, Outcome, run},
 };
-use crate::pool::AdapterId;
+use aril::pool::AdapterId;
 
 use OnDuplicate::{Refuse, Replace};
 

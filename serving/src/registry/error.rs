@@ -1,7 +1,8 @@
 use std::sync::Arc;
 
+use aril::{adapter::Shown, pool::AdapterId};
+
 use super::NameError;
-use crate::{adapter::Shown, pool::AdapterId};
 
 /// A name that cannot be used as asked. No call that returns an error has changed anything.
 ///

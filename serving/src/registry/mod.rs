@@ -46,6 +46,7 @@ use std::sync::{Arc, PoisonError};
 #[cfg(not(test))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use aril::pool::{AdapterId, CacheNamespace};
 #[cfg(test)]
 use shuttle::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -57,7 +58,6 @@ use self::{
     name::check,
     names::{Names, Ticket},
 };
-use crate::pool::{AdapterId, CacheNamespace};
 
 /// The names of the base model and of the loaded adapters. Clones are the same registry.
 ///
@@ -67,7 +67,8 @@ use crate::pool::{AdapterId, CacheNamespace};
 /// ```
 /// use std::{error::Error, time::Duration};
 ///
-/// use aril::{cpu::AdapterPool, pool::{AdapterId, PoolError, Source}, registry::{OnDuplicate, Registry, RegistryError, Served}};
+/// use aril::{cpu::AdapterPool, pool::{AdapterId, PoolError, Source}};
+/// use aril_serving::registry::{OnDuplicate, Registry, RegistryError, Served};
 /// # use aril::{DType, adapter::{Adapter, Tensor}, model::{Linear, ModelSpec, Parallel, TpRank}, plan::Capacity, pool::PoolConfig};
 ///
 /// /// Serves an adapter under a name, or another version of it.

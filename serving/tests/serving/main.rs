@@ -1,6 +1,17 @@
 //! A registry, an admission and a pool together: every request runs on the version that its name stood for when it arrived, or is
 //! refused.
 
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and its numbers are small"
+)]
+
+mod admission;
+
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
@@ -10,13 +21,15 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    admission::{Admission, Answer, Limits, Request},
     cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Workspace},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
-    registry::{OnDuplicate, Registry, RegistryError, Served},
     routing::Batch,
+};
+use aril_serving::{
+    admission::{Admission, AdmissionError, Answer, Limits, Request},
+    registry::{Listed, OnDuplicate, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -245,4 +258,14 @@ fn every_request_runs_on_its_own_version_or_is_refused() {
         (0, 0, 0)
     );
     assert!(engine.values.len() > 2 * NAMES.len() && engine.pool.snapshot().counters.evictions > 20);
+}
+
+#[test]
+fn types_may_be_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    fn error<T: std::error::Error + Send + Sync + 'static>() {}
+    shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
+    shared::<(Registry, Reservation, Listed, Replaced, Served, Unloaded)>();
+    error::<AdmissionError>();
+    error::<RegistryError>();
 }

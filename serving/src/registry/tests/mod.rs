@@ -7,7 +7,7 @@ mod model;
 use std::path::{Component, Path};
 
 use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Replaced, Served, Unloaded};
-use crate::pool::{AdapterId, CacheNamespace};
+use aril::pool::{AdapterId, CacheNamespace};
 
 use OnDuplicate::{Refuse, Replace};
 

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use aril::admission::{Admission, AdmissionError, Answer, Limits, Request};
+use aril_serving::admission::{Admission, AdmissionError, Answer, Limits, Request};
 use proptest::{collection::vec, prelude::*};
 
 type Adapter = u32;

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Mutex};
 use proptest::{collection::vec, prelude::*, sample::select};
 
 use super::super::{Listed, OnDuplicate, Registry, RegistryError, Reservation, Served, Unloaded};
-use crate::pool::AdapterId;
+use aril::pool::AdapterId;
 
 /// A call. Each caller has at most one reservation.
 #[derive(Clone, Debug)]
