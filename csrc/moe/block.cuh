@@ -51,10 +51,9 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
     }
   }
   const bool may_share = shrinks == (p.from_tokens != 0);
-  WarpSharing sharing(p, shrinks || may_share);
+  const WarpSharing sharing(p, shrinks || may_share);
   const auto has_routes = [&] {
-    sharing.look(p);
-    return !may_share || !sharing.all(p) || (!shrinks && p.form == ARIL_WRITE);
+    return !may_share || !sharing.all() || (!shrinks && p.form == ARIL_WRITE);
   };
   const bool finds_local = !kEachBlock && shrinks && grid.first_shrink > 0;
   const RouteTiles<kEachBlock> tiles(

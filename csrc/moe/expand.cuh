@@ -79,8 +79,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of a token's routes, for slots that share B, come before route tiles.
   const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
-  const int token_tiles = !p.from_tokens && sharing.any(p) ? sharing.tokens * parts : 0;
-  const bool has_experts = p.from_tokens || overwrites || !sharing.all(p);
+  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * parts : 0;
+  const bool has_experts = p.from_tokens || overwrites || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
   const int first_block = grid.first_shrink + grid.shrink_blocks;
   const int warps = (gridDim.x - first_block) * kExpertsWarps;

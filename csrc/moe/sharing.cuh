@@ -22,68 +22,42 @@ __device__ __forceinline__ bool shares(const aril_experts_args& p, const aril_de
          (p.from_tokens ? common.a : common.b) != nullptr;
 }
 
-// For the batch's slots, by a warp: each lane looks at some slices of some token tiles.
+// For the batch's slots, by a warp: each lane looks at some token tiles.
 class WarpSharing {
  public:
   int tokens = 0, tiles = 0;  // of the batch
 
-  // Requests the tiles. Without `matters` nothing is loaded, and the answers are not meaningful.
-  __device__ __forceinline__ WarpSharing(const aril_experts_args& p, bool matters)
-      : matters_(matters) {
+  // Without `matters` nothing is loaded, and the answers are not meaningful.
+  __device__ __forceinline__ WarpSharing(const aril_experts_args& p, bool matters) {
     if (!matters) return;
     tokens = routed_tokens(p.routing, p.num_tokens);
     tiles = *p.routing.tiles.count;
-    // Count and first tile are loaded independently, so entries beyond the count are read.
-    const int tile = lane() / p.num_slices;
-    if (tile < p.max_tiles) first_slot_ = p.routing.tiles.all[tile].slot;
-  }
-
-  // Requests the modules, before the answers are asked for. The lane's first is waited for by the
-  // answer: no branch makes the compiler wait for it here.
-  __device__ __forceinline__ void look(const aril_experts_args& p) {
-    if (!matters_) return;
-    const int last = min(tiles, p.max_tiles) * p.num_slices;
-    const auto is_module = [&](int i, int slot) {
-      return i < last && slot >= 0 && slot < p.weights.num_slots;
-    };
-    const auto module = [&](int i, int slot) {
-      return p.weights.table + int64_t{slot} * p.weights.num_entries + i % p.num_slices;
-    };
-    has_first_ = is_module(lane(), first_slot_);
-    first_ = *(has_first_ ? module(lane(), first_slot_) : &kNoModule);
-#pragma unroll 1
-    for (int i = lane() + 32; i < last; i += 32) {
-      const int slot = p.routing.tiles.all[i / p.num_slices].slot;
-      if (!is_module(i, slot)) continue;
-      const aril_descriptor common = *module(i, slot);
-      rank_ = max(rank_, common.rank);
-      any_ = any_ || shares(p, common);
-      all_ = all_ && shares(p, common);
+    for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
+      // Count and tile are loaded independently, so entries beyond the count are read.
+      const int slot = p.routing.tiles.all[i].slot;
+      if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;
+      for (int slice = 0; slice < p.num_slices; ++slice) {
+        const aril_descriptor common = module_of(p.weights, slot, slice);
+        const bool is_shared = shares(p, common);
+        rank_ = max(rank_, common.rank);
+        any_ = any_ || is_shared;
+        all_ = all_ && is_shared;
+      }
     }
   }
 
   // The most rank tiles that a module of a slice has. Experts of a higher rank than the table's
   // have no module, but others of the slot may.
   __device__ __forceinline__ int rank_tiles(const aril_experts_args& p) const {
-    const int rank = __reduce_max_sync(0xffffffffu, max(rank_, first_.rank));
+    const int rank = __reduce_max_sync(0xffffffffu, rank_);
     return ceil_div(min(rank, p.weights.max_rank), ARIL_RANK_TILE);
   }
 
-  __device__ __forceinline__ bool any(const aril_experts_args& p) const {
-    return __any_sync(0xffffffffu, any_ || shares(p, first_));
-  }
-
-  __device__ __forceinline__ bool all(const aril_experts_args& p) const {
-    return __all_sync(0xffffffffu, all_ && (!has_first_ || shares(p, first_)));
-  }
+  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, any_); }
+  __device__ __forceinline__ bool all() const { return __all_sync(0xffffffffu, all_); }
 
  private:
-  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-
-  bool matters_, has_first_ = false;
-  int first_slot_ = -1;
-  aril_descriptor first_ = {};
-  // Of the lane's others.
+  // Of the lane's tiles.
   int rank_ = 0;
   bool any_ = false, all_ = true;
 };

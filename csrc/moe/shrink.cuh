@@ -97,7 +97,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
                             slice * layout.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   // Tiles of tokens come first.
   const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
-  const bool has_experts = !p.from_tokens || !sharing.all(p);
+  const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / items >= stride) return;
   // Rows that are not aligned are loaded through L1.
