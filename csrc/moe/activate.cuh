@@ -14,6 +14,7 @@
 #include "../device/activation.cuh"
 #include "../device/product.cuh"
 #include "../device/reduction.cuh"
+#include "../ptx/async.cuh"
 #include "block.cuh"
 #include "tile_queue.cuh"
 
@@ -124,6 +125,15 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
       };
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
+      // y is loaded last. It is there already, unless the launch waits for it alone.
+      if (p.inputs_complete == 0) {
+        const int t = lane % kRows, slice = lane / kRows;
+        const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
+        if (t < tile.w && slice < p.num_slices) {
+          prefetch_l2(static_cast<const T*>(p.y) + row * p.y_stride +
+                      (p.interleaved ? first * p.num_slices : slice * p.out_features + first));
+        }
+      }
 
       // The features before are finished.
       __syncwarp();

@@ -18,6 +18,7 @@
 
 #include "../device/product.cuh"
 #include "../device/reduction.cuh"
+#include "../ptx/async.cuh"
 #include "block.cuh"
 
 namespace aril::detail {
@@ -188,6 +189,14 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         };
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
+        // y is loaded last. It is there already, unless the launch waits for it alone.
+        if (p.inputs_complete == 0) {
+          if (!combines) {
+            if (has_out) prefetch_l2(&target());
+          } else if (lane < count && (here >> lane & 1)) {
+            prefetch_l2(static_cast<const T*>(p.y) + stage.routes[lane].row * p.y_stride + first);
+          }
+        }
 
         // Gathers the terms of kSteps steps: of each route alone, or of the sum of all routes.
         const auto gather_apart = [&](int first_step) {

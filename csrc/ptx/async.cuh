@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Asynchronous copies between global and shared memory: cp.async (sm_80) and bulk copies (sm_90).
-// A copy in flight holds no registers.
+// Asynchronous copies between global and shared memory: cp.async (sm_80) and bulk copies (sm_90),
+// and prefetches. What is in flight holds no registers.
 #pragma once
 
 #include <stdint.h>
@@ -18,6 +18,11 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(valid)
                : "memory");
+}
+
+// Requests the line of an address into L2, for a load to come.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // Ends this thread's current group of copies.
