@@ -70,8 +70,8 @@
 //!
 //! # CUDA graphs
 //!
-//! Capture a step with `cuda::WeightTable::capture` or with `cuda::raw`. Adapters, their ranks and the routing may change between
-//! replays.
+//! Capture a step with `cuda::WeightTable::capture`, or the operations whose names end in `_raw`. Adapters, their ranks and the
+//! routing may change between replays.
 //!
 //! # Tensor parallelism
 //!
