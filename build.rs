@@ -3,6 +3,9 @@
 #[cfg(feature = "cuda")]
 #[path = "build/archs.rs"]
 mod archs;
+#[cfg(feature = "cuda")]
+#[path = "build/runtime.rs"]
+mod runtime;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -50,7 +53,7 @@ mod kernels {
     const WHEELS: &str = "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-nvvm";
 
     pub(super) fn compile() {
-        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS"] {
+        for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "ARIL_CUDA_ARCHS", "ARIL_CUDART"] {
             println!("cargo:rerun-if-env-changed={variable}");
         }
         let Some(nvcc) = find_nvcc() else {
@@ -60,8 +63,11 @@ mod kernels {
             println!("cargo::error=or `pip install {WHEELS}`; or set NVCC.");
             return;
         };
-        let flags = match flags() {
-            Ok(flags) => flags,
+        let runtime = super::runtime::library(
+            env::var_os("ARIL_CUDART").map(|choice| choice.to_string_lossy().into_owned()).as_deref(),
+        );
+        let (flags, runtime) = match flags().and_then(|flags| Ok((flags, runtime?))) {
+            Ok(both) => both,
             Err(error) => return println!("cargo::error={error}"),
         };
         let sources: Vec<PathBuf> = fs::read_dir("csrc")
@@ -90,11 +96,11 @@ mod kernels {
 
         let root = nvcc.parent().and_then(Path::parent).expect("nvcc is in a toolkit's bin");
         for lib in ["lib64", "lib"].map(|name| root.join(name)) {
-            if lib.join("libcudart_static.a").exists() {
+            if ["libcudart_static.a", "libcudart.so"].iter().any(|file| lib.join(file).exists()) {
                 println!("cargo:rustc-link-search=native={}", lib.display());
             }
         }
-        println!("cargo:rustc-link-lib=static=cudart_static");
+        println!("cargo:rustc-link-lib={runtime}");
         for lib in ["rt", "dl", "pthread"] {
             println!("cargo:rustc-link-lib={lib}");
         }

@@ -5,6 +5,7 @@ use crate::{
     DType, Slot,
     adapter::SlotImage,
     error::{LoadError, SlotError},
+    extent::product,
     model::Model,
     plan::{Capacity, PlanError},
     residency::{Bounds, Resident, SlotInfo, Slots, Usage},
@@ -59,6 +60,12 @@ impl WeightTable {
     /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         images.into_iter().map(SlotImage::bytes).sum()
+    }
+
+    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they have factors for
+    /// all modules of the model, and one more, which replaces another.
+    pub fn arena_bytes_for(model: &Model, dtype: DType, capacity: Capacity) -> usize {
+        product(&[SlotImage::max_bytes(model, dtype, capacity.max_rank), capacity.num_slots.saturating_add(1)])
     }
 
     /// Loads an adapter into a slot and replaces the previous one. The arena must have room for both.

@@ -1,4 +1,7 @@
-use std::ffi::{CStr, c_void};
+use std::{
+    ffi::{CStr, c_void},
+    sync::Arc,
+};
 
 use cudarc::driver::{CudaContext, result, sys};
 use libloading::Library;
@@ -40,7 +43,7 @@ impl Kernels {
         #[expect(unsafe_code, reason = "FFI")]
         let status = unsafe { ffi::aril_load() };
         check(status)?;
-        Ok(Self { context: context as usize, device: current_device()? })
+        Ok(Self { context: context as usize, device: describe(current_device()?)? })
     }
 
     /// Like [`load`](Self::load), into a cudarc context, which becomes current on this thread.
@@ -63,6 +66,22 @@ impl Kernels {
             Some(context) if context as usize == self.context => Ok(()),
             _ => Err(LaunchError::WrongContext { operand: "the thread" }),
         }
+    }
+
+    /// The context, which must be current on this thread, as one of cudarc's. Rejects any but the primary context of a device:
+    /// cudarc would destroy others.
+    pub(super) fn primary_context(&self) -> Result<Arc<CudaContext>, LaunchError> {
+        self.check_thread()?;
+        let current = result::ctx::get_current()?;
+        // It becomes current.
+        let primary = CudaContext::new(usize::try_from(current_device()?).unwrap_or(0))?;
+        let checked = self.check_context("the stream", &primary);
+        if let (Err(_), Some(current)) = (&checked, current) {
+            // SAFETY: it was current on this thread.
+            #[expect(unsafe_code, reason = "FFI")]
+            unsafe { result::ctx::set_current(current) }?;
+        }
+        checked.map(|()| primary)
     }
 
     /// Enqueues an operation on `num_tokens` tokens, if there are any.
@@ -91,15 +110,20 @@ impl Kernels {
     }
 }
 
-/// The device of the current context.
-fn current_device() -> Result<Device, LaunchError> {
-    use sys::CUdevice_attribute as Attribute;
+/// The device of the current context, which is its ordinal.
+fn current_device() -> Result<sys::CUdevice, LaunchError> {
     let mut device = 0;
     // SAFETY: a context is current, and the pointer is valid for the call.
     #[expect(unsafe_code, reason = "FFI")]
     unsafe { sys::cuCtxGetDevice(&raw mut device) }.result()?;
+    Ok(device)
+}
+
+/// A device, for plans.
+fn describe(device: sys::CUdevice) -> Result<Device, LaunchError> {
+    use sys::CUdevice_attribute as Attribute;
     let attribute = |attribute| {
-        // SAFETY: the device is that of the current context.
+        // SAFETY: the device is that of a context.
         #[expect(unsafe_code, reason = "FFI")]
         unsafe {
             result::device::get_attribute(device, attribute)

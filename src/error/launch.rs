@@ -59,6 +59,9 @@ pub enum LaunchError {
         /// Name of the operand.
         operand: &'static str,
     },
+    /// cudarc did not create the stream, and wraps such a stream from version 0.19.10 on. The program was built with an older one.
+    #[error("cudarc takes streams that it did not create from version 0.19.10 on, and this program has an older one")]
+    OldCudarc,
     /// An operand does not match the layer or the step.
     #[error(transparent)]
     Operand(OperandError),
@@ -77,7 +80,8 @@ pub enum LaunchError {
     /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the uses of an
     /// object on two threads.
     #[error(
-        "the per-thread default stream is another stream on each thread; create one with `CudaContext::new_stream`"
+        "the per-thread default stream is another stream on each thread; create one with cudarc's `CudaContext::new_stream`, \
+         or in candle the device with `Device::new_cuda_with_stream` instead of `Device::new_cuda`"
     )]
     PerThreadStream,
     /// The kernels do not support the layer or the capacity.

@@ -21,7 +21,11 @@ use crate::{extent::product, model::MAX_RANK};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Capacity {
-    /// Tokens per batch.
+    /// Tokens per batch: the most rows that a layer of a step has. A longer batch is refused.
+    ///
+    /// With chunked prefill, the token budget of a step (vLLM's `max_num_batched_tokens`), which counts decoded tokens, too. If the
+    /// scheduler bounds prompts alone, that bound plus a token for each running sequence, or as many as speculative decoding proposes.
+    #[doc(alias = "max_num_batched_tokens")]
     pub max_tokens: usize,
     /// Slots of the weight table, at most [`MAX_SLOTS`].
     #[doc(alias = "max_loras")]

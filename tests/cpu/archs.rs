@@ -1,7 +1,9 @@
-//! The build script's reading of `ARIL_CUDA_ARCHS`.
+//! The build script's reading of `ARIL_CUDA_ARCHS` and `ARIL_CUDART`.
 
 #[path = "../../build/archs.rs"]
 mod build;
+#[path = "../../build/runtime.rs"]
+mod runtime;
 
 use build::gencodes;
 
@@ -47,5 +49,15 @@ fn what_is_no_architecture_is_named() {
     }
     for none in ["", " ", ";,"] {
         assert!(gencodes(none).unwrap_err().contains("no architecture"));
+    }
+}
+
+#[test]
+fn the_runtime_is_static_unless_it_is_asked_for() {
+    use runtime::library;
+    assert_eq!([None, Some("static")].map(library), [Ok("static=cudart_static"), Ok("static=cudart_static")]);
+    assert_eq!(library(Some("shared")), Ok("dylib=cudart"));
+    for other in ["", "Static", "cudart"] {
+        assert!(library(Some(other)).unwrap_err().contains(&format!("ARIL_CUDART is `{other}`")));
     }
 }

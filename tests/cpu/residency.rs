@@ -51,6 +51,25 @@ fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {
     WeightTable::new(model, DType::F32, capacity, arena_bytes).unwrap()
 }
 
+/// A size that needs no adapter: one of the largest rank in each slot, and each replaced beside the others. No byte is left over.
+#[test]
+fn an_arena_of_a_capacity_holds_and_replaces_an_adapter_in_each_slot() {
+    let (model, ids) = model();
+    let capacity = Capacity::tokens(8).slots(3).rank(MAX_RANK);
+    let bytes = WeightTable::arena_bytes_for(&model, DType::F32, capacity);
+    let adapters = [1.0, 2.0, 3.0, 4.0].map(|value| adapter(MAX_RANK, value));
+    let images = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    assert_eq!(bytes, WeightTable::arena_bytes(&images));
+    let weights = WeightTable::new(&model, DType::F32, capacity, bytes).unwrap();
+    let slots = [0, 1, 2].map(Slot::new);
+    for first in [0, 1] {
+        for (slot, image) in slots.into_iter().zip(&images[first..]) {
+            weights.load(slot, image).unwrap();
+        }
+    }
+    assert_eq!(values(&weights, &ids, &slots), [2.0, 3.0, 4.0]);
+}
+
 /// The deltas of a step's tokens in each layer, for inputs of 1.
 fn run(layers: &[LoraLinear], step: &mut Step<'_>) -> Vec<Vec<[f32; FEATURES]>> {
     let tokens = step.num_tokens();

@@ -43,5 +43,6 @@ mod pool;
 mod routing;
 mod safe_api;
 mod setup;
+mod streams;
 mod weights;
 mod wrong;

@@ -66,7 +66,8 @@ impl fmt::Debug for WeightTable {
 
 impl WeightTable {
     /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes` bytes for
-    /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size.
+    /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size from adapters, and [`arena_bytes_for`](Self::arena_bytes_for) from
+    /// the bounds.
     ///
     /// # Errors
     /// [`LaunchError`] if a bound of the capacity is invalid, or device memory or page-locked memory, of which [`load`](Self::load)
@@ -126,6 +127,17 @@ impl WeightTable {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
         blocks::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
+    }
+
+    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they have factors for
+    /// all modules of the model, and one more, which replaces another. Needs neither adapters nor a device.
+    ///
+    /// Blocks have the exact size of their adapters, so that an engine whose adapters are smaller may give less. What
+    /// [`arena_bytes`](Self::arena_bytes) says of replacements holds here, too.
+    pub fn arena_bytes_for(model: &Model, dtype: DType, capacity: Capacity) -> usize {
+        let image = SlotImage::max_bytes(model, dtype, capacity.max_rank);
+        let count = capacity.num_slots.saturating_add(1);
+        blocks::bytes_for(std::iter::repeat_n(image, count), row_bytes(model.num_entries()))
     }
 
     /// Loads an adapter into a slot and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and

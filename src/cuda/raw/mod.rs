@@ -5,11 +5,13 @@
 //! [`FusedLinear`] are types of their own, because those of the safe API own or borrow the memory that these have the address of.
 //!
 //! Types that describe memory are `Copy`, have no lifetime and are safe to create, because an address is only data. The
-//! requirements are those of each launch, which is `unsafe`. For engines that do not use cudarc's slices, and for graphs of several
-//! streams.
+//! requirements are those of each launch, which is `unsafe`. For engines that do not use cudarc's slices, that capture their own graphs, or
+//! that launch on several streams.
 //!
 //! In the `# Safety` sections, *until the work has run* means until everything that the call enqueued has completed on the stream,
 //! not until the call returns. For a captured call it means as long as the graph may be replayed.
+//!
+#![doc = include_str!("../../docs/own_graphs.md")]
 //!
 #![doc = include_str!("../../docs/graphs.md")]
 #![expect(unsafe_code, reason = "launches on memory that the caller owns")]

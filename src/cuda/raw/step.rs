@@ -172,6 +172,15 @@ impl Step {
         Self { table, batch, workspace, stream }
     }
 
+    /// The same step with its operations enqueued on another stream of the kernels' context, such as that of a green context.
+    ///
+    /// The engine orders the streams: after the [update](crate::cuda::Routing::update) of the routing and before the next one, and
+    /// before and after other work that uses the workspace. Operations on two streams at once need two workspaces.
+    #[must_use]
+    pub const fn on(self, stream: Stream) -> Self {
+        Self { stream, ..self }
+    }
+
     /// Rejects a replay of this captured step for a step with another table, routing or workspace, or with more tokens.
     pub(in crate::cuda) fn check_replay(&self, step: &Self) -> Result<(), LaunchError> {
         for (is_other, what) in [

@@ -3,7 +3,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use cudarc::driver::{CudaEvent, CudaStream, sys::CUstreamCaptureStatus};
+use cudarc::driver::{
+    CudaContext, CudaEvent, CudaStream,
+    sys::{CUstream, CUstreamCaptureStatus},
+};
 
 use super::Relaxed;
 use crate::{
@@ -38,6 +41,28 @@ impl Queue {
             return Err(LaunchError::PerThreadStream);
         }
         Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream), gate: gate_of(stream) })
+    }
+
+    /// The queue of a stream that cudarc does not know: the `CUstream` or `cudaStream_t` of an engine in C++, or of one with another
+    /// CUDA crate. The queue never destroys the stream. Two queues of one stream are the same queue.
+    ///
+    /// # Errors
+    /// [`LaunchError::WrongContext`] if the kernels' context is not current on this thread, or is not the primary context of its
+    /// device, which is that of the CUDA runtime. [`LaunchError::PerThreadStream`]. [`LaunchError::OldCudarc`] if the program was built
+    /// with a cudarc before 0.19.10.
+    ///
+    /// # Safety
+    /// - **Validity.** `stream` belongs to the kernels' context.
+    /// - **Liveness.** It is not destroyed before every object of the queue has been dropped, each while the stream was not being
+    ///   captured, and then all work on the stream has run.
+    /// - **Aliasing.** The engine orders the uses of cudarc's slices of other streams that are operands: cudarc's events do not.
+    #[expect(unsafe_code, reason = "wraps a stream that the caller owns")]
+    pub unsafe fn from_raw(kernels: &Kernels, stream: raw::Stream) -> Result<Self, LaunchError> {
+        let context = kernels.primary_context()?;
+        let stream: CUstream = stream.as_raw().cast();
+        // SAFETY: the caller's obligations.
+        let wrapped = unsafe { context.wrap_borrowed_stream(stream) };
+        if wrapped.cu_stream() == stream { Self::new(kernels, &wrapped) } else { Err(LaunchError::OldCudarc) }
     }
 
     /// The stream.
@@ -108,4 +133,19 @@ fn gate_of(stream: &CudaStream) -> Arc<Gate> {
     let gate = Arc::new(Gate::default());
     gates.insert(handle, Arc::downgrade(&gate));
     gate
+}
+
+/// Stands in for cudarc's method of this name, which versions before 0.19.10 lack. A type's own method takes precedence of a trait's.
+#[expect(dead_code, reason = "this build has the newest cudarc")]
+#[expect(unsafe_code, reason = "the signature of cudarc's method")]
+trait WrapStream {
+    /// Some other stream of the context.
+    unsafe fn wrap_borrowed_stream(self: &Arc<Self>, stream: CUstream) -> Arc<CudaStream>;
+}
+
+#[expect(unsafe_code, reason = "the signature of cudarc's method")]
+impl WrapStream for CudaContext {
+    unsafe fn wrap_borrowed_stream(self: &Arc<Self>, _stream: CUstream) -> Arc<CudaStream> {
+        self.default_stream()
+    }
 }
