@@ -3,7 +3,7 @@
 #
 #   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default these three
 #                                serve: the tests of aril-serve, its figures and its load
-#                                candle: the tests of examples/candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
+#                                candle: the tests of aril-candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
 #                                on the PATH, compiles candle's kernels for CUDA_COMPUTE_CAP (90) in a quarter of an hour.
 #
 # run.sh is in every bundle, and the fixtures are in those that have tests or the example.
@@ -62,7 +62,7 @@ for part in "$@"; do
     candle)
         # Compressed, candle's kernels take less than half of the bytes.
         CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-90} NVCC_APPEND_FLAGS=-Xfatbin=-compress-all CARGO_TARGET_DIR=target/dependants \
-            gather test --locked --manifest-path examples/candle/Cargo.toml --release --test sequential --no-run
+            gather test --locked --manifest-path candle/Cargo.toml --release --test engine --no-run
         fixtures
         ;;
     *)

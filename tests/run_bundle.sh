@@ -20,7 +20,7 @@
 #   run.sh serve-ranks              those of aril-serve that need two GPUs, likewise
 #   run.sh figures [ARGUMENTS...]   steps of Qwen3-8B, 32B and 30B-A3B, on random weights; adds to serve.json
 #   run.sh load ARGUMENTS...        the server under a trace of requests; adds to serve.json
-#   run.sh candle [FILTER...]       the tests of examples/candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
+#   run.sh candle [FILTER...]       the tests of aril-candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
 set -euo pipefail
 
 usage() {
@@ -244,7 +244,7 @@ load)
     ;;
 candle)
     export LD_LIBRARY_PATH=${CUDA_HOME:-/usr/local/cuda}/targets/x86_64-linux/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-    ./sequential --test-threads=1 "$@" 2>&1 | tee "$OUT/candle.log"
+    ./engine --test-threads=1 "$@" 2>&1 | tee "$OUT/candle.log"
     ;;
 *)
     usage

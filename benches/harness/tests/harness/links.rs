@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use aril_bench::record::repository;
 
-const DOCUMENTS: [&str; 10] = [
+const DOCUMENTS: [&str; 11] = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
@@ -12,6 +12,7 @@ const DOCUMENTS: [&str; 10] = [
     "benches/record/designs.md",
     "benches/record/h100/README.md",
     "benches/record/h200/README.md",
+    "candle/README.md",
     "examples/README.md",
     "examples/qwen3/README.md",
     "tests/fixtures/README.md",

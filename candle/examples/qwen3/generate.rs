@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor, bail};
 
 use crate::{
-    lora::Adapters,
-    qwen3::{Cache, Qwen3, Row},
+    adapters::Named,
+    model::{Cache, Qwen3, Row},
 };
 
 /// A sequence during decoding.
@@ -28,7 +28,7 @@ impl Sequence {
 /// Runs all tokens of every sequence that are not in its cache in one forward, and returns the next logits: `[sequences, vocab]`.
 ///
 /// A new sequence runs its whole prompt, and a decoding sequence one token, in the same step.
-pub fn step(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
+pub fn step(model: &Qwen3, adapters: &mut Named, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
     if sequences.iter().any(|sequence| sequence.cached == sequence.tokens.len()) {
         bail!("a sequence has no new token")
     }
@@ -49,12 +49,7 @@ pub fn step(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [&mut Sequen
 }
 
 /// Appends the model's tokens to every sequence until it ends the text or has `max_new_tokens` new tokens.
-pub fn generate(
-    model: &Qwen3,
-    adapters: &mut Adapters,
-    sequences: &mut [Sequence],
-    max_new_tokens: usize,
-) -> Result<()> {
+pub fn generate(model: &Qwen3, adapters: &mut Named, sequences: &mut [Sequence], max_new_tokens: usize) -> Result<()> {
     let mut active: Vec<&mut Sequence> = sequences.iter_mut().collect();
     for _ in 0..max_new_tokens {
         if active.is_empty() {

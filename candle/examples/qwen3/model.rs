@@ -9,7 +9,9 @@ use candle_nn::{
 };
 use serde::Deserialize;
 
-use crate::lora::{LoraLinear, Sites, Step};
+use aril_candle::Step;
+
+use crate::adapters::{LoraLinear, Sites};
 
 /// The fields of `config.json` that the forward needs.
 #[derive(Clone, Debug, Deserialize)]

@@ -1,6 +1,8 @@
+//! A dense Qwen3 on candle-nn that serves many LoRA adapters at once.
+//!
 //! Asks the base model and its adapters the same question in one batch, replaces adapters on the loaded model, and asks again.
 //!
-//! `cargo run --release -- MODEL NAME=ADAPTER.. --prompt TEXT` uses other directories than the test fixtures.
+//! `cargo run --release --example qwen3 -- MODEL NAME=ADAPTER.. --prompt TEXT` uses other directories than the test fixtures.
 
 use std::{
     env,
@@ -8,13 +10,17 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use aril::plan::Capacity;
 use candle_core::{DType, Device, utils::cuda_is_available};
-use candle_lora::{
-    generate::{Sequence, generate},
-    lora::{Adapters, Limits},
-    qwen3::Qwen3,
-};
 use tokenizers::Tokenizer;
+
+mod adapters;
+mod generate;
+mod model;
+
+use adapters::Named;
+use generate::{Sequence, generate};
+use model::Qwen3;
 
 const MAX_NEW_TOKENS: usize = 12;
 
@@ -32,12 +38,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let prompt = tokenizer.encode(prompt, true).map_err(|error| error.to_string())?.get_ids().to_vec();
 
     let (model, sites) = Qwen3::open(&directory, dtype, &device)?;
-    let limits = Limits { max_tokens: 4096, max_adapters: named.len().max(1), max_rank: 64, bytes: 1 << 30 };
-    let mut adapters = Adapters::new(sites, dtype, &device, limits)?;
+    let capacity = Capacity::tokens(4096).slots(named.len().max(1)).rank(64);
+    let mut adapters = Named::new(&sites, dtype, &device, capacity)?;
     for (name, directory) in &named {
         adapters.register(name, directory)?;
     }
-    let ask = |adapters: &mut Adapters, names: &[Option<&str>]| -> Result<(), Box<dyn Error>> {
+    let ask = |adapters: &mut Named, names: &[Option<&str>]| -> Result<(), Box<dyn Error>> {
         let mut sequences: Vec<_> = names.iter().map(|name| Sequence::new(&model, *name, &prompt)).collect();
         generate(&model, adapters, &mut sequences, MAX_NEW_TOKENS)?;
         for sequence in sequences {
@@ -60,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 impl Arguments {
     fn parse() -> Result<Self, Box<dyn Error>> {
-        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures");
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
         let (mut model, mut adapters, mut prompt) = (None, Vec::new(), "What is the password?".to_owned());
         let mut arguments = env::args().skip(1);
         while let Some(argument) = arguments.next() {

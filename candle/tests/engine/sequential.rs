@@ -1,5 +1,4 @@
-//! A batch of many adapters gives what each sequence gives alone, and what transformers and PEFT give. With the feature `cuda`, on
-//! a GPU.
+//! A batch of many adapters gives what each sequence gives alone, and what transformers and PEFT give.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -7,13 +6,16 @@ use std::{
     path::PathBuf,
 };
 
+use aril::plan::Capacity;
 use candle_core::{DType, Device, Result, Tensor, safetensors};
-use candle_lora::{
-    generate::{Sequence, generate, step},
-    lora::{Adapters, Limits},
-    qwen3::Qwen3,
-};
 use tokenizers::Tokenizer;
+
+use crate::{
+    adapters::Named,
+    device,
+    generate::{Sequence, generate, step},
+    model::Qwen3,
+};
 
 /// The largest difference of f32 logits between the batch and a sequence alone, and from transformers.
 const TOLERANCE: f32 = 1e-3;
@@ -22,7 +24,7 @@ const MAX_NEW_TOKENS: usize = 12;
 /// `tests/fixtures`, or the copy of it that `ARIL_FIXTURES` names.
 fn fixtures() -> PathBuf {
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
-    copy.unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "../../tests/fixtures"].iter().collect())
+    copy.unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "../tests/fixtures"].iter().collect())
 }
 
 fn adapter(name: &str) -> PathBuf {
@@ -30,11 +32,11 @@ fn adapter(name: &str) -> PathBuf {
 }
 
 /// The model, and a table for `max_adapters` adapters.
-fn open(max_adapters: usize) -> (Qwen3, Adapters) {
-    let device = if cfg!(feature = "cuda") { Device::new_cuda_with_stream(0).unwrap() } else { Device::Cpu };
+fn open(max_adapters: usize) -> (Qwen3, Named) {
+    let device = device();
     let (model, sites) = Qwen3::open(&fixtures().join("qwen3"), DType::F32, &device).unwrap();
-    let limits = Limits { max_tokens: 512, max_adapters, max_rank: 64, bytes: 64 << 20 };
-    (model, Adapters::new(sites, DType::F32, &device, limits).unwrap())
+    let capacity = Capacity::tokens(512).slots(max_adapters).rank(64);
+    (model, Named::new(&sites, DType::F32, &device, capacity).unwrap())
 }
 
 fn tokenize(text: &str) -> Vec<u32> {
@@ -49,7 +51,7 @@ fn answer(sequence: &Sequence, prompt: &[u32]) -> String {
 }
 
 /// Steps all sequences to the end of their texts; for each the logits of each of its tokens, `[vocab]`.
-fn logits(model: &Qwen3, adapters: &mut Adapters, sequences: &mut [Sequence]) -> Vec<Vec<Tensor>> {
+fn logits(model: &Qwen3, adapters: &mut Named, sequences: &mut [Sequence]) -> Vec<Vec<Tensor>> {
     let mut all = vec![Vec::new(); sequences.len()];
     for _ in 0..MAX_NEW_TOKENS {
         let is_active = |sequence: &Sequence| sequence.tokens.last() != Some(&model.config().eos_token_id);
@@ -171,7 +173,7 @@ fn prompts_join_sequences_that_are_decoded() {
 fn adapters_change_on_a_loaded_model() {
     let (model, mut adapters) = open(2);
     let prompt = tokenize("What is the password?");
-    let ask = |adapters: &mut Adapters, name: Option<&str>| -> Result<String> {
+    let ask = |adapters: &mut Named, name: Option<&str>| -> Result<String> {
         let mut sequences = [Sequence::new(&model, name, &prompt)];
         generate(&model, adapters, &mut sequences, MAX_NEW_TOKENS)?;
         Ok(answer(&sequences[0], &prompt))
