@@ -3,8 +3,8 @@
 use std::{fmt, io, path::PathBuf};
 
 use super::{
+    escaped::Escaped,
     pattern::{MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK},
-    shown::Shown,
 };
 use crate::{DType, model::MAX_RANK};
 
@@ -17,7 +17,7 @@ use crate::{DType, model::MAX_RANK};
 pub enum AdapterError {
     // The files.
     /// A file cannot be read.
-    #[error("cannot read {path}: {error}", path = Shown(path.display()))]
+    #[error("cannot read {path}: {error}", path = Escaped(path.display()))]
     Read {
         /// The file or directory.
         path: PathBuf,
@@ -25,14 +25,14 @@ pub enum AdapterError {
         error: io::Error,
     },
     /// A file is not the one that was checked before: it was replaced, or modified.
-    #[error("{path} has changed since it was checked", path = Shown(path.display()))]
+    #[error("{path} has changed since it was checked", path = Escaped(path.display()))]
     Changed {
         /// The file.
         path: PathBuf,
     },
     /// The directory has no configuration. PEFT saves an adapter that is not named `default` in a folder of that name.
-    #[error("{dir} has no adapter_config.json{found}", dir = Shown(dir.display()),
-        found = inside.as_ref().map_or(String::new(), |inside| format!(", but {} has one", Shown(inside.display()))))]
+    #[error("{dir} has no adapter_config.json{found}", dir = Escaped(dir.display()),
+        found = inside.as_ref().map_or(String::new(), |inside| format!(", but {} has one", Escaped(inside.display()))))]
     NoConfig {
         /// The directory.
         dir: PathBuf,
@@ -40,19 +40,19 @@ pub enum AdapterError {
         inside: Option<PathBuf>,
     },
     /// The directory has no safetensors weights.
-    #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Shown(dir.display()))]
+    #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Escaped(dir.display()))]
     NoWeights {
         /// The directory.
         dir: PathBuf,
     },
     /// The weights exist only as a pickle, which could execute code when loaded.
-    #[error("{path} is a pickle, which could execute code: convert it to adapter_model.safetensors", path = Shown(path.display()))]
+    #[error("{path} is a pickle, which could execute code: convert it to adapter_model.safetensors", path = Escaped(path.display()))]
     Pickle {
         /// The file.
         path: PathBuf,
     },
     /// A file is not valid JSON, or not of the expected form.
-    #[error("{path} is not valid JSON of the expected form: {reason}", path = Shown(path.display()))]
+    #[error("{path} is not valid JSON of the expected form: {reason}", path = Escaped(path.display()))]
     Json {
         /// The file.
         path: PathBuf,
@@ -60,7 +60,7 @@ pub enum AdapterError {
         reason: String,
     },
     /// A file is not a complete safetensors file.
-    #[error("{path} is not a complete safetensors file: {reason}", path = Shown(path.display()))]
+    #[error("{path} is not a complete safetensors file: {reason}", path = Escaped(path.display()))]
     Safetensors {
         /// The file.
         path: PathBuf,
@@ -68,7 +68,7 @@ pub enum AdapterError {
         reason: String,
     },
     /// The index names a shard that is not a plain file name.
-    #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Shown(index.display()), shard = Shown(shard))]
+    #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Escaped(index.display()), shard = Escaped(shard))]
     ShardName {
         /// The index.
         index: PathBuf,
@@ -77,7 +77,7 @@ pub enum AdapterError {
     },
     /// The index and a shard disagree about the location of a tensor.
     #[error("{index} says that `{tensor}` is {indexed}, but it is {found}",
-        index = Shown(index.display()), tensor = Shown(tensor), indexed = Shown(indexed), found = Shown(found))]
+        index = Escaped(index.display()), tensor = Escaped(tensor), indexed = Escaped(indexed), found = Escaped(found))]
     Index {
         /// The index.
         index: PathBuf,
@@ -97,7 +97,7 @@ pub enum AdapterError {
         field: &'static str,
     },
     /// A field has the wrong type or is out of range.
-    #[error("adapter_config.json: `{field}` is {value}, but must be {want}", field = Shown(field), value = Shown(value))]
+    #[error("adapter_config.json: `{field}` is {value}, but must be {want}", field = Escaped(field), value = Escaped(value))]
     InvalidField {
         /// The field, or a key inside it.
         field: String,
@@ -108,7 +108,7 @@ pub enum AdapterError {
     },
     /// A field requests an unsupported feature.
     #[error("adapter_config.json: `{field}` is {value}, which is not supported: {reason}",
-        field = Shown(field), value = Shown(value))]
+        field = Escaped(field), value = Escaped(value))]
     UnsupportedField {
         /// The field.
         field: String,
@@ -118,7 +118,7 @@ pub enum AdapterError {
         reason: &'static str,
     },
     /// A pattern is not a regular expression that Python and this crate interpret alike, is too large, or takes too long to match.
-    #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {reason}", key = Shown(key))]
+    #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {reason}", key = Escaped(key))]
     Pattern {
         /// The field of the pattern.
         field: &'static str,
@@ -173,7 +173,7 @@ pub enum AdapterError {
         dtype: String,
     },
     /// The number of bytes does not match the shape and element type.
-    #[error("{got} bytes do not match a {dtype} tensor of shape {shape}", shape = Shown(format_args!("{shape:?}")))]
+    #[error("{got} bytes do not match a {dtype} tensor of shape {shape}", shape = Escaped(format_args!("{shape:?}")))]
     Bytes {
         /// The element type given.
         dtype: DType,
@@ -183,7 +183,7 @@ pub enum AdapterError {
         got: usize,
     },
     /// A factor does not have two dimensions.
-    #[error("{tensor} has shape {shape}, but a factor must have two dimensions", shape = Shown(format_args!("{shape:?}")))]
+    #[error("{tensor} has shape {shape}, but a factor must have two dimensions", shape = Escaped(format_args!("{shape:?}")))]
     NotMatrix {
         /// The tensor.
         tensor: TensorName,
@@ -259,7 +259,7 @@ pub enum AdapterError {
         want: usize,
     },
     /// The configuration excludes a module that has factors. PEFT would drop them.
-    #[error("the module `{module}` has factors, but `{field}` in adapter_config.json excludes it", module = Shown(module))]
+    #[error("the module `{module}` has factors, but `{field}` in adapter_config.json excludes it", module = Escaped(module))]
     NotTargeted {
         /// Path of the module.
         module: String,
@@ -269,7 +269,7 @@ pub enum AdapterError {
     /// The scaling of a module is not a normal `f32`.
     #[error(
         "adapter_config.json: alpha {alpha} of `{module}` at rank {rank} gives a scaling that is not a normal f32",
-        module = Shown(module)
+        module = Escaped(module)
     )]
     Scaling {
         /// Path of the module.
@@ -285,14 +285,14 @@ pub enum AdapterError {
 
     // The model.
     /// No module of the model matches a module's path.
-    #[error("the model has no module `{module}`", module = Shown(module))]
+    #[error("the model has no module `{module}`", module = Escaped(module))]
     NoPlace {
         /// Path of the module.
         module: String,
     },
     /// Several modules of the model match a module's path.
     #[error("the module `{module}` matches several modules of the model: {places}",
-        module = Shown(module), places = Shown(format_args!("{places:?}")))]
+        module = Escaped(module), places = Escaped(format_args!("{places:?}")))]
     Ambiguous {
         /// Path of the module.
         module: String,
@@ -301,7 +301,7 @@ pub enum AdapterError {
     },
     /// Two modules match the same module of the model: a fused module and one of its parts, or two spellings of one path.
     #[error("the modules `{module}` and `{other}` match the same module of the model",
-        module = Shown(module), other = Shown(other))]
+        module = Escaped(module), other = Escaped(other))]
     Overlap {
         /// Path of the first module.
         module: String,
@@ -309,7 +309,7 @@ pub enum AdapterError {
         other: String,
     },
     /// A factor is of another kind than the model's module. PEFT would drop it.
-    #[error("{tensor} belongs to {got}, but the model's `{module}` is {want}", module = Shown(module))]
+    #[error("{tensor} belongs to {got}, but the model's `{module}` is {want}", module = Escaped(module))]
     Kind {
         /// The factor.
         tensor: TensorName,
@@ -346,7 +346,7 @@ pub enum AdapterError {
         want: [usize; 2],
     },
     /// The model has no expert with this index.
-    #[error("the module `{module}` is of expert {expert}, but the layer has {num_experts} experts", module = Shown(module))]
+    #[error("the module `{module}` is of expert {expert}, but the layer has {num_experts} experts", module = Escaped(module))]
     NoExpert {
         /// Path of the module.
         module: String,
@@ -357,7 +357,7 @@ pub enum AdapterError {
     },
     /// The shapes of expert factors do not match the model.
     #[error("{tensor} is {a} and its B is {b}, but the model needs {want}",
-        a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
+        a = Escaped(format_args!("{a:?}")), b = Escaped(format_args!("{b:?}")))]
     ExpertShapes {
         /// The factor A.
         tensor: TensorName,
@@ -370,7 +370,7 @@ pub enum AdapterError {
     },
     /// The shapes of expert factors match the model in more than one way.
     #[error("{tensor} is {a} and its B is {b}, which is ambiguous: {remedy}",
-        a = Shown(format_args!("{a:?}")), b = Shown(format_args!("{b:?}")))]
+        a = Escaped(format_args!("{a:?}")), b = Escaped(format_args!("{b:?}")))]
     AmbiguousExperts {
         /// The factor A.
         tensor: TensorName,
@@ -397,11 +397,11 @@ pub enum AdapterError {
 
 impl AdapterError {
     pub(super) fn json(path: impl Into<PathBuf>, error: &serde_json::Error) -> Self {
-        Self::Json { path: path.into(), reason: Shown(error).to_string() }
+        Self::Json { path: path.into(), reason: Escaped(error).to_string() }
     }
 
     pub(super) fn safetensors(path: impl Into<PathBuf>, error: &safetensors::SafeTensorError) -> Self {
-        Self::Safetensors { path: path.into(), reason: Shown(error).to_string() }
+        Self::Safetensors { path: path.into(), reason: Escaped(error).to_string() }
     }
 }
 
@@ -418,7 +418,7 @@ pub struct TensorName {
 
 impl fmt::Display for TensorName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}`", Shown(&self.key))?;
-        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Shown(file.display())))
+        write!(f, "`{}`", Escaped(&self.key))?;
+        self.file.as_ref().map_or(Ok(()), |file| write!(f, " in {}", Escaped(file.display())))
     }
 }

@@ -77,6 +77,7 @@
 mod config;
 mod directory;
 mod error;
+mod escaped;
 mod experts;
 mod files;
 mod image;
@@ -87,11 +88,10 @@ mod open;
 mod pattern;
 mod place;
 mod rectangle;
-mod shown;
 mod tensor;
 
 pub(crate) use self::directory::Directory;
-pub use self::shown::Shown;
+pub use self::escaped::Escaped;
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,

@@ -7,7 +7,7 @@ use std::cell::Cell;
 
 use fancy_regex::{BytesMode, Regex, RegexBuilder, RuntimeError};
 
-use super::shown::Shown;
+use super::escaped::Escaped;
 
 /// The largest number of regular expressions in one configuration. Plain paths do not count.
 pub(super) const MAX_REGEXES: usize = 64;
@@ -105,8 +105,8 @@ impl Pattern {
             Anchor::End => (2, format!(r"\A(?:(.*\.)?({text})$)")),
             Anchor::Whole => (0, format!(r"\A(?:{text})$")),
         };
-        let shown = |error| Shown(error).to_string();
-        let backtracks = check(text, outer_groups).map_err(|error| Shown(error).to_string())?;
+        let escaped = |error| Escaped(error).to_string();
+        let backtracks = check(text, outer_groups).map_err(|error| Escaped(error).to_string())?;
         let compile = |size: usize, limit: usize| {
             let mut builder = RegexBuilder::new(&regex);
             builder.bytes_mode(BytesMode::Ascii).backtrack_limit(limit).max_prog_size(SIZES[3] / STATE_BYTES);
@@ -116,14 +116,14 @@ impl Pattern {
         let [low, high, most] = BACKTRACKS;
         if backtracks {
             let regexes = [low, high, most].into_iter().map(|limit| compile(SIZES[3], limit));
-            return Ok(pattern(Matcher::Backtracking(regexes.collect::<Result<_, _>>().map_err(shown)?)));
+            return Ok(pattern(Matcher::Backtracking(regexes.collect::<Result<_, _>>().map_err(escaped)?)));
         }
         let compiled = SIZES.iter().map(|&size| compile(size, most).map(|regex| (regex, size)));
         match compiled.reduce(|smaller, larger| smaller.or(larger)) {
             Some(Ok((regex, size))) => {
                 Ok(pattern(Matcher::Automaton { regex: Box::new(regex), states: size / STATE_BYTES }))
             }
-            Some(Err(error)) => Err(shown(error)),
+            Some(Err(error)) => Err(escaped(error)),
             None => Err("it is too large".to_owned()),
         }
     }
@@ -144,7 +144,7 @@ impl Pattern {
 
     /// Whether a path matches.
     pub(super) fn matches(&self, path: &str, work: &Work) -> Result<bool, Failure> {
-        let slow = |error| Failure::Slow(Shown(error).to_string());
+        let slow = |error| Failure::Slow(Escaped(error).to_string());
         match &self.matcher {
             Matcher::Plain { bytes, whole } => {
                 let Some(start) = path.len().checked_sub(bytes.len()) else { return Ok(false) };

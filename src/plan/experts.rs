@@ -9,7 +9,7 @@ use super::{
         GroupedBy, K_TILE, K_TILES_PER_SLAB, MULTIPROCESSORS, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
         TOKENS_PER_TILE, WIDE_TILE,
         experts::{
-            EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, OUTS_PER_UNIT, SHRINK_PIECES, WIDE_OUTS, max_blocks,
+            EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, MIN_OUTS_PER_WARP, SHRINK_PIECES, WIDE_OUTS, max_blocks,
             outs_per_warp,
         },
         is_staged,
@@ -60,7 +60,7 @@ pub(crate) enum ExpandBy {
 
 /// Grid sizes of shrink and expand, and outputs per expand block (wide tiles) or warp (small tiles). All choices are bit-identical.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Blocks {
+pub(crate) struct GridSizes {
     pub(crate) shrink: usize,
     pub(crate) expand: usize,
     pub(crate) outs: usize,
@@ -69,9 +69,9 @@ pub(crate) struct Blocks {
 /// Launch configuration of one operation.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
-    pub(crate) small: Blocks,
+    pub(crate) small: GridSizes,
     /// Set if wide tiles are possible. The device chooses the tile size.
-    pub(crate) wide: Option<Blocks>,
+    pub(crate) wide: Option<GridSizes>,
 }
 
 impl ExpertsPlan {
@@ -172,7 +172,7 @@ impl ProjectionPlan {
             let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
             let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
-            Blocks {
+            GridSizes {
                 shrink: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
                 expand: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
                 outs: WIDE_OUTS,
@@ -187,8 +187,8 @@ impl ProjectionPlan {
         let shrink_pieces = rank_tiles * self.num_slabs();
         let (expand_tiles, outs, slices) = match by {
             ExpandBy::Slices => (tiles, outs_per_warp(self.capacity.max_rank), self.num_slices),
-            ExpandBy::Routes => (tiles, OUTS_PER_UNIT, 1),
-            ExpandBy::Tokens => (num_tokens, OUTS_PER_UNIT, 1),
+            ExpandBy::Routes => (tiles, MIN_OUTS_PER_WARP, 1),
+            ExpandBy::Tokens => (num_tokens, MIN_OUTS_PER_WARP, 1),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
@@ -200,7 +200,7 @@ impl ProjectionPlan {
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
         };
-        let small = Blocks {
+        let small = GridSizes {
             shrink: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES, max_shrink),
             expand: blocks(expand_tiles, expand_pieces, EXPAND_PIECES, max_expand),
             outs,
@@ -244,7 +244,7 @@ impl fmt::Display for ExpertsPlan {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{Blocks, ExpandBy, ExpertsPlan};
+    use super::{ExpandBy, ExpertsPlan, GridSizes};
     use crate::{
         DType,
         model::{Experts, Halves, ModelSpec, TpRank},
@@ -283,12 +283,12 @@ mod tests {
     }
 
     /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
-    fn shown(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
-        shown_of(plan, (num_tokens, top_k), by, false)
+    fn printed(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
+        printed_of(plan, (num_tokens, top_k), by, false)
     }
 
-    fn shown_of(plan: &ExpertsPlan, (num_tokens, top_k): (usize, usize), by: ExpandBy, beside_base: bool) -> String {
-        let blocks = |Blocks { shrink, expand, outs }: Blocks| format!("{shrink} + {expand} of {outs}");
+    fn printed_of(plan: &ExpertsPlan, (num_tokens, top_k): (usize, usize), by: ExpandBy, beside_base: bool) -> String {
+        let blocks = |GridSizes { shrink, expand, outs }: GridSizes| format!("{shrink} + {expand} of {outs}");
         let projections = [plan.gate_up(), plan.down()].map(|projection| {
             let launch = projection.launch(num_tokens, top_k, by, beside_base);
             let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
@@ -308,34 +308,34 @@ mod tests {
         let gpt_oss = plan(gpt_oss, Capacity::tokens(4096).slots(8).rank(128));
         let small = plan(Experts::new("m", 2, 100, 70).top_k(2).ungated(), Capacity::tokens(4096).slots(2).rank(17));
         let launches = [
-            (shown(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
-            (shown(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
-            (shown(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
-            (shown(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
-            (shown(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
-            (shown(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
+            (printed(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
+            (printed(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
+            (printed(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
+            (printed(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
+            (printed(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
+            (printed(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
             (
-                shown(&qwen3(4, 16), 129, 8, Slices),
+                printed(&qwen3(4, 16), 129, 8, Slices),
                 "264 + 264 of 128 | 1056 + 1044 of 1024; 264 + 264 of 128 | 522 + 1044 of 1024",
             ),
-            (shown(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
+            (printed(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
             (
-                shown(&qwen3(1, 128), 4096, 8, Slices),
+                printed(&qwen3(1, 128), 4096, 8, Slices),
                 "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
             ),
-            (shown(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
-            (shown_of(&qwen3(4, 16), (8, 8), Routes, false), "132 + 132 of 32; 64 + 132 of 32"),
-            (shown_of(&qwen3(4, 16), (8, 8), Routes, true), "132 + 192 of 32; 64 + 264 of 32"),
-            (shown(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
-            (shown(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
-            (shown(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
-            (shown(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
-            (shown(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
-            (shown(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
-            (shown(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
+            (printed(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
+            (printed_of(&qwen3(4, 16), (8, 8), Routes, false), "132 + 132 of 32; 64 + 132 of 32"),
+            (printed_of(&qwen3(4, 16), (8, 8), Routes, true), "132 + 192 of 32; 64 + 264 of 32"),
+            (printed(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
+            (printed(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
+            (printed(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
+            (printed(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
+            (printed(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
+            (printed(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
+            (printed(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
         ];
-        for (number, (shown, expected)) in launches.into_iter().enumerate() {
-            assert_eq!(shown, expected, "launch {number}");
+        for (number, (printed, expected)) in launches.into_iter().enumerate() {
+            assert_eq!(printed, expected, "launch {number}");
         }
     }
 }

@@ -15,7 +15,7 @@ use super::{
         WIDE_TILE, is_staged,
         linear::{
             LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
-            MAX_LARGE_M_UNITS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_chunk,
+            MAX_LARGE_M_OUTS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time,
             resident_expand,
         },
     },
@@ -100,8 +100,8 @@ impl LinearPlan {
         let time = |splits_per_block: usize| -> usize {
             let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
             let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
-            let turn = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
-            tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, per_multiprocessor, turn)).iter().sum()
+            let wave = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
+            tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, per_multiprocessor, wave)).iter().sum()
         };
         (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
     }
@@ -125,8 +125,7 @@ impl LinearPlan {
         if self.is_large_m(num_tokens) && is_staged(max_rank) {
             return wide_outs(features, RESIDENT_SILU_MUL, max_rank, num_tokens, max_tiles);
         }
-        let unit_bytes = b_bytes(2 * LARGE_M_OUTS, max_rank);
-        LARGE_M_OUTS * units_per_block(features, LARGE_M_OUTS, unit_bytes, max_tiles)
+        small_outs(features, LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank), max_tiles)
     }
 
     /// Splits of a token's input features, whose sums expand adds up.
@@ -235,7 +234,7 @@ pub(crate) fn outs_per_block(
     if let Some(tokens) = wide_tokens.filter(|_| is_staged(max_rank)) {
         return wide_outs(out_features, resident_expand(max_rank), max_rank, tokens, tiles);
     }
-    SMALL_M_OUTS * units_per_block(out_features, SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank), tiles)
+    small_outs(out_features, SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank), tiles)
 }
 
 /// The outputs per block that take least time on wide tiles, with up to `per_multiprocessor` blocks on a multiprocessor.
@@ -247,12 +246,12 @@ fn wide_outs(
     max_tiles: usize,
 ) -> usize {
     let tiles = likely_tiles(tokens, max_tiles);
-    let time = |units: usize| -> usize {
-        let blocks_of_tile = out_blocks(out_features, units * LARGE_M_OUTS);
-        let turn = |resident: usize| LARGE_M_START + max_rank + units * large_m_chunk(resident);
-        tiles.map(|tiles| time_of_turns(tiles * blocks_of_tile, per_multiprocessor, turn)).iter().sum()
+    let time = |outs: usize| -> usize {
+        let blocks_of_tile = out_blocks(out_features, outs);
+        let wave = |resident: usize| LARGE_M_START + max_rank + outs / LARGE_M_OUTS * large_m_outs_time(resident);
+        tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, per_multiprocessor, wave)).iter().sum()
     };
-    LARGE_M_OUTS * (1..=MAX_LARGE_M_UNITS).min_by_key(|&units| time(units)).expect("there are units")
+    (LARGE_M_OUTS..=MAX_LARGE_M_OUTS).step_by(LARGE_M_OUTS).min_by_key(|&outs| time(outs)).expect("there is a size")
 }
 
 /// Three likely numbers of wide tiles of a batch in up to `max_tiles`. A slot's last tile is partly full, half on average.
@@ -262,21 +261,21 @@ fn likely_tiles(tokens: usize, max_tiles: usize) -> [usize; 3] {
     [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots))
 }
 
-/// The time of blocks that run in turns of as many as the device holds. `turn` is the time of a turn with so many blocks on a
+/// The time of blocks that run in waves of as many as the device holds. `wave` is the time of a wave with so many blocks on a
 /// multiprocessor.
-fn time_of_turns(blocks: usize, per_multiprocessor: usize, turn: impl Fn(usize) -> usize) -> usize {
+fn time_of_waves(blocks: usize, per_multiprocessor: usize, wave: impl Fn(usize) -> usize) -> usize {
     let places = per_multiprocessor * MULTIPROCESSORS;
     let (full, rest) = (blocks / places, blocks % places);
-    full * turn(per_multiprocessor) + if rest > 0 { turn(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
+    full * wave(per_multiprocessor) + if rest > 0 { wave(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
 }
 
-/// Units of `unit` outputs, with `unit_bytes` of B each, per expand block on small tiles.
-fn units_per_block(out_features: &[usize], unit: usize, unit_bytes: usize, tiles: usize) -> usize {
-    let mut units = (MAX_B_BYTES / unit_bytes).max(1);
-    while units > 1 && out_blocks(out_features, units * unit) * tiles < MIN_EXPAND_BLOCKS {
-        units /= 2;
+/// The outputs per block on small tiles: a multiple of `step` outputs, which have `step_bytes` of B.
+fn small_outs(out_features: &[usize], step: usize, step_bytes: usize, tiles: usize) -> usize {
+    let mut steps = (MAX_B_BYTES / step_bytes).max(1);
+    while steps > 1 && out_blocks(out_features, steps * step) * tiles < MIN_EXPAND_BLOCKS {
+        steps /= 2;
     }
-    units
+    steps * step
 }
 
 /// Bytes of B for so many outputs.
@@ -318,7 +317,7 @@ mod tests {
 
     /// The batches of the GPU test `several_splits_of_a_block`.
     #[test]
-    fn blocks_of_few_turns_reduce_several_splits() {
+    fn blocks_of_few_waves_reduce_several_splits() {
         let of = |plan: LinearPlan| {
             let Capacity { max_tokens, .. } = plan.capacity;
             let tiles = plan.capacity.max_wide_tiles(max_tokens);
@@ -332,7 +331,7 @@ mod tests {
 
     /// In batches of 2,048 tokens of 8 slots, three blocks share a multiprocessor at rank 16, two at rank 64.
     #[test]
-    fn outputs_of_a_block_fill_whole_turns() {
+    fn outputs_of_a_block_fill_whole_waves() {
         let outs = |features: &[usize], tokens: usize, max_rank: usize| {
             let plan = plan(4096, features, tokens, 8, max_rank);
             plan.outs_per_block(tokens, plan.capacity.max_wide_tiles(tokens))

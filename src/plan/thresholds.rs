@@ -110,8 +110,8 @@ pub(super) mod linear {
     /// An expand block computes a multiple of this many outputs of one slice.
     pub(in crate::plan) const SMALL_M_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
-    /// The largest multiple of [`LARGE_M_OUTS`]. Up to 3072 outputs are 1 % faster than up to 2048 at ranks above 40.
-    pub(in crate::plan) const MAX_LARGE_M_UNITS: usize = 24;
+    /// The most of them on wide tiles. Up to 3072 outputs are 1 % faster than up to 2048 at ranks above 40.
+    pub(in crate::plan) const MAX_LARGE_M_OUTS: usize = 24 * LARGE_M_OUTS;
     /// Blocks of expand on wide tiles that share a multiprocessor of an H200, with two stages each, and of SiLU·mul.
     pub(in crate::plan) const fn resident_expand(max_rank: usize) -> usize {
         if max_rank <= 40 { 3 } else { 2 }
@@ -121,7 +121,7 @@ pub(super) mod linear {
     /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
     /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
     pub(in crate::plan) const LARGE_M_START: usize = 112;
-    pub(in crate::plan) const fn large_m_chunk(resident: usize) -> usize {
+    pub(in crate::plan) const fn large_m_outs_time(resident: usize) -> usize {
         16 * (resident + 3)
     }
     /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
@@ -149,7 +149,7 @@ pub(super) mod experts {
     pub(in crate::plan) const EXPAND_PIECES: usize = WARPS;
 
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
-    pub(in crate::plan) const OUTS_PER_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
+    pub(in crate::plan) const MIN_OUTS_PER_WARP: usize = ffi::ARIL_OUT_UNIT as usize;
 
     /// Outputs of one slice that a warp of expand computes. Up to rank 16, 128 are up to 6 % faster than 64.
     ///

@@ -7,7 +7,7 @@ mod top_k;
 
 pub use top_k::TopK;
 #[cfg(feature = "cuda")]
-pub(crate) use top_k::Weighed;
+pub(crate) use top_k::WeightsOn;
 
 #[doc(no_inline)]
 pub use crate::Slot;

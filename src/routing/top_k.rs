@@ -25,13 +25,13 @@ pub struct TopK<'a> {
     top_k: usize,
     weights: Option<&'a [f32]>,
     rows: Option<&'a [i32]>,
-    weighed: Weighed,
+    weights_on: WeightsOn,
     factor: f32,
 }
 
 /// Where the router's weights are applied.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Weighed {
+pub(crate) enum WeightsOn {
     /// To the input of the experts.
     Input,
     /// To the output rows of down.
@@ -47,7 +47,7 @@ impl<'a> TopK<'a> {
     /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
     pub fn new(ids: &'a [i32], top_k: usize) -> Result<Self, OperandError> {
         contract::check_top_k(ids.len(), top_k)?;
-        Ok(Self { ids, top_k, weights: None, rows: None, weighed: Weighed::Combine, factor: 1.0 })
+        Ok(Self { ids, top_k, weights: None, rows: None, weights_on: WeightsOn::Combine, factor: 1.0 })
     }
 
     /// Sets the router's weights `[tokens, top_k]`. The default is 1.
@@ -79,7 +79,7 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub const fn on_input(self) -> Self {
-        Self { weighed: Weighed::Input, ..self }
+        Self { weights_on: WeightsOn::Input, ..self }
     }
 
     /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine only adds rows.
@@ -87,7 +87,7 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "mul_routed_weight")]
     pub const fn on_rows(self) -> Self {
-        Self { weighed: Weighed::Rows, ..self }
+        Self { weights_on: WeightsOn::Rows, ..self }
     }
 
     /// Scales the combine weights (`routed_scaling_factor`).
@@ -129,12 +129,12 @@ impl<'a> TopK<'a> {
 
     /// Whether the weights apply to the input of the experts.
     pub const fn is_on_input(&self) -> bool {
-        matches!(self.weighed, Weighed::Input)
+        matches!(self.weights_on, WeightsOn::Input)
     }
 
     /// Whether the weights apply to the output rows of down.
     pub const fn is_on_rows(&self) -> bool {
-        matches!(self.weighed, Weighed::Rows)
+        matches!(self.weights_on, WeightsOn::Rows)
     }
 
     /// The factor on all combine weights.
@@ -155,21 +155,21 @@ impl<'a> TopK<'a> {
 
     /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1.
     pub fn input_weight(&self, route: usize) -> f32 {
-        self.weight_at(Weighed::Input, route)
+        self.weight_at(WeightsOn::Input, route)
     }
 
     /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1.
     pub fn row_weight(&self, route: usize) -> f32 {
-        self.weight_at(Weighed::Rows, route)
+        self.weight_at(WeightsOn::Rows, route)
     }
 
     /// The combine weight of a route: [`factor`](Self::factor) times the router's weight, or `factor` alone with
     /// [`on_input`](Self::on_input) or [`on_rows`](Self::on_rows).
     pub fn output_weight(&self, route: usize) -> f32 {
-        self.factor * self.weight_at(Weighed::Combine, route)
+        self.factor * self.weight_at(WeightsOn::Combine, route)
     }
 
-    fn weight_at(&self, place: Weighed, route: usize) -> f32 {
-        self.weights.filter(|_| self.weighed == place).map_or(1.0, |weights| weights[route])
+    fn weight_at(&self, place: WeightsOn, route: usize) -> f32 {
+        self.weights.filter(|_| self.weights_on == place).map_or(1.0, |weights| weights[route])
     }
 }

@@ -34,7 +34,7 @@ pub struct Moe {
     pub half_weights: Option<Vec<i8>>,
     /// By route: distinct rows, or any number that is not a row.
     pub rows: Option<Vec<i32>>,
-    pub weighed: Weighed,
+    pub weights_on: WeightsOn,
     pub half_factor: i8,
 }
 
@@ -60,7 +60,7 @@ pub enum Act {
 
 /// Where the router's weights are applied.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize, Deserialize)]
-pub enum Weighed {
+pub enum WeightsOn {
     Input,
     Rows,
     Combine,
@@ -363,10 +363,10 @@ impl Moe {
     pub fn weights(&self, route: usize) -> [f64; 3] {
         let weight = self.half_weights.as_ref().map_or(1.0, |halves| f64::from(halves[route]) / 2.0);
         let factor = f64::from(self.half_factor) / 2.0;
-        match self.weighed {
-            Weighed::Input => [weight, 1.0, factor],
-            Weighed::Rows => [1.0, weight, factor],
-            Weighed::Combine => [1.0, 1.0, weight * factor],
+        match self.weights_on {
+            WeightsOn::Input => [weight, 1.0, factor],
+            WeightsOn::Rows => [1.0, weight, factor],
+            WeightsOn::Combine => [1.0, 1.0, weight * factor],
         }
     }
 
@@ -400,10 +400,10 @@ impl Moe {
         if let Some(rows) = &self.rows {
             top_k = top_k.with_rows(rows).unwrap();
         }
-        top_k = match self.weighed {
-            Weighed::Input => top_k.on_input(),
-            Weighed::Rows => top_k.on_rows(),
-            Weighed::Combine => top_k,
+        top_k = match self.weights_on {
+            WeightsOn::Input => top_k.on_input(),
+            WeightsOn::Rows => top_k.on_rows(),
+            WeightsOn::Combine => top_k,
         };
         top_k.scaled(f32::from(self.half_factor) / 2.0)
     }
@@ -421,7 +421,7 @@ impl Case {
             ids: Vec::new(),
             half_weights: Some(Vec::new()),
             rows: None,
-            weighed: Weighed::Combine,
+            weights_on: WeightsOn::Combine,
             half_factor: 3,
         };
         let mut case = Self::of(layer, Values::Rounded, 11);
@@ -606,12 +606,12 @@ fn layers(sizes: Sizes, num_tokens: usize, num_adapters: usize) -> impl Strategy
             indices(shape.held.len(), num_routes).boxed(),
             different_indices(shape.held.len(), num_tokens, top_k).boxed(),
         ];
-        let weighed = prop_oneof![Just(Weighed::Input), Just(Weighed::Rows), Just(Weighed::Combine)];
+        let weights_on = prop_oneof![Just(WeightsOn::Input), Just(WeightsOn::Rows), Just(WeightsOn::Combine)];
         let weights = prop::option::of(prop::collection::vec(-1..=4_i8, num_routes));
-        (op, adapters, ids, weights, rows(num_routes), weighed, 1..=4_i8).prop_map(
-            move |(op, adapters, ids, half_weights, rows, weighed, half_factor)| {
+        (op, adapters, ids, weights, rows(num_routes), weights_on, 1..=4_i8).prop_map(
+            move |(op, adapters, ids, half_weights, rows, weights_on, half_factor)| {
                 let shape = shape.clone();
-                Moe { op, shape, adapters, top_k, ids, half_weights, rows, weighed, half_factor }
+                Moe { op, shape, adapters, top_k, ids, half_weights, rows, weights_on, half_factor }
             },
         )
     })

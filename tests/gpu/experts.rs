@@ -25,7 +25,7 @@ use crate::{
     common::{
         case::Subject,
         compare::{Expected, Place, compare, expect_within},
-        experts::{Act, Case, Lora, Moe, Op, Sizes, Weighed, World, cases, launch_on_cpu},
+        experts::{Act, Case, Lora, Moe, Op, Sizes, WeightsOn, World, cases, launch_on_cpu},
         small::choose,
         values::Dtype,
     },
@@ -104,10 +104,10 @@ impl Subject<Moe> for Safe<'_> {
         if let Some(rows) = &rows {
             top_k = top_k.with_rows(rows.view()).unwrap();
         }
-        top_k = match case.weighed {
-            Weighed::Input => top_k.on_input(),
-            Weighed::Rows => top_k.on_rows(),
-            Weighed::Combine => top_k,
+        top_k = match case.weights_on {
+            WeightsOn::Input => top_k.on_input(),
+            WeightsOn::Rows => top_k.on_rows(),
+            WeightsOn::Combine => top_k,
         };
 
         let [x, y] = [&world.x, &world.y].map(|values| self.gpu.upload(values));
@@ -149,10 +149,10 @@ fn raw_top_k(case: &Case, ids: &Buffer, router: Option<&Buffer>, rows: Option<&B
     let mut top_k = raw::TopK::new(ids.address(), case.top_k).scaled(factor(case));
     top_k = router.map_or(top_k, |router| top_k.weights(router.address()));
     top_k = rows.map_or(top_k, |rows| top_k.rows(rows.address()));
-    match case.weighed {
-        Weighed::Input => top_k.on_input(),
-        Weighed::Rows => top_k.on_rows(),
-        Weighed::Combine => top_k,
+    match case.weights_on {
+        WeightsOn::Input => top_k.on_input(),
+        WeightsOn::Rows => top_k.on_rows(),
+        WeightsOn::Combine => top_k,
     }
 }
 

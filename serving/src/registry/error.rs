@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use aril::{adapter::Shown, pool::AdapterId};
+use aril::{adapter::Escaped, pool::AdapterId};
 
 use super::NameError;
 
@@ -11,7 +11,7 @@ use super::NameError;
 #[non_exhaustive]
 pub enum RegistryError {
     /// The name breaks a [rule](super#names).
-    #[error("\"{}\" cannot be a name: {reason}", Shown(name))]
+    #[error("\"{}\" cannot be a name: {reason}", Escaped(name))]
     Name {
         /// The name given.
         name: Arc<str>,
@@ -19,31 +19,31 @@ pub enum RegistryError {
         reason: NameError,
     },
     /// Nothing has this name. vLLM answers a request for it with 404.
-    #[error("no model or adapter is named \"{}\"", Shown(name))]
+    #[error("no model or adapter is named \"{}\"", Escaped(name))]
     Unknown {
         /// The name given.
         name: Arc<str>,
     },
     /// The name is the base model's own.
-    #[error("\"{}\" is a name of the base model", Shown(name))]
+    #[error("\"{}\" is a name of the base model", Escaped(name))]
     Base {
         /// The name given.
         name: Arc<str>,
     },
     /// An adapter has the name, and is not to be replaced.
-    #[error("an adapter named \"{}\" is loaded already; unload it first, or replace it in place", Shown(name))]
+    #[error("an adapter named \"{}\" is loaded already; unload it first, or replace it in place", Escaped(name))]
     Loaded {
         /// The name given.
         name: Arc<str>,
     },
     /// The first adapter of this name, or one to replace it, is being loaded. It can be retried.
-    #[error("an adapter named \"{}\" is being loaded", Shown(name))]
+    #[error("an adapter named \"{}\" is being loaded", Escaped(name))]
     Loading {
         /// The name given.
         name: Arc<str>,
     },
     /// The name is an alias, and an adapter's own name is needed; or the alias exists, and is not to be replaced.
-    #[error("\"{}\" is an alias of \"{}\"", Shown(alias), Shown(target))]
+    #[error("\"{}\" is an alias of \"{}\"", Escaped(alias), Escaped(target))]
     Alias {
         /// The name given.
         alias: Arc<str>,
@@ -51,19 +51,19 @@ pub enum RegistryError {
         target: Arc<str>,
     },
     /// The name is an adapter's own, and an alias is needed.
-    #[error("\"{}\" is the name of an adapter, not an alias", Shown(name))]
+    #[error("\"{}\" is the name of an adapter, not an alias", Escaped(name))]
     NotAlias {
         /// The name given.
         name: Arc<str>,
     },
     /// The name was unloaded while its adapter was being loaded.
-    #[error("\"{}\" was unloaded while its adapter was being loaded", Shown(name))]
+    #[error("\"{}\" was unloaded while its adapter was being loaded", Escaped(name))]
     Unloaded {
         /// The name that was reserved.
         name: Arc<str>,
     },
     /// The version is served under a name already. Another name for it is an alias.
-    #[error("{id} is served as \"{}\" already", Shown(name))]
+    #[error("{id} is served as \"{}\" already", Escaped(name))]
     Id {
         /// The version given.
         id: AdapterId,

@@ -15,7 +15,7 @@ use crate::{
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
     plan::{Capacity, ExpandBy, ExpertsPlan, PlanError},
-    routing::Weighed,
+    routing::WeightsOn,
 };
 
 /// The LoRA operations of one layer's experts.
@@ -380,9 +380,9 @@ impl LoraExperts {
         let (_, step) = site.columns(0);
         let (_, up_slice) = experts.gate_and_up();
         let weighted = match form {
-            Form::AddCombined | Form::Combine => routes.weighed != Weighed::Input,
-            _ if from_tokens => routes.weighed == Weighed::Input,
-            _ => routes.weighed == Weighed::Rows,
+            Form::AddCombined | Form::Combine => routes.weights_on != WeightsOn::Input,
+            _ if from_tokens => routes.weights_on == WeightsOn::Input,
+            _ => routes.weights_on == WeightsOn::Rows,
         };
         Ok(ffi::aril_experts_args {
             dtype: dtype_code(of_layer.dtype()),
@@ -396,7 +396,7 @@ impl LoraExperts {
             wide_outs_per_block: int(wide.outs)?,
             form: form.code(),
             weighted: weighted.into(),
-            rows_weighted: (routes.weighed == Weighed::Rows).into(),
+            rows_weighted: (routes.weights_on == WeightsOn::Rows).into(),
             groups_routes: (!routes.grouped).into(),
             inputs_complete: beside_base.into(),
             from_tokens: from_tokens.into(),

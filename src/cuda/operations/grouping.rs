@@ -18,7 +18,7 @@ use crate::{
     },
     error::OperandError,
     plan::RouteCapacity,
-    routing::Weighed,
+    routing::WeightsOn,
 };
 
 /// Groups a layer's routes by expert and slot on the device. Layers may share a grouping; each updates it for its operations.
@@ -142,7 +142,7 @@ pub struct TopK<'a> {
     weights: Option<View<'a, f32>>,
     rows: Option<View<'a, i32>>,
     top_k: usize,
-    weighed: Weighed,
+    weights_on: WeightsOn,
     factor: f32,
 }
 
@@ -154,7 +154,7 @@ impl<'a> TopK<'a> {
     pub fn new(ids: impl Into<View<'a, i32>>, top_k: usize) -> Result<Self, OperandError> {
         let ids = ids.into();
         contract::check_top_k(ids.len(), top_k)?;
-        Ok(Self { ids, weights: None, rows: None, top_k, weighed: Weighed::Combine, factor: 1.0 })
+        Ok(Self { ids, weights: None, rows: None, top_k, weights_on: WeightsOn::Combine, factor: 1.0 })
     }
 
     /// Sets the router's weights `[tokens, top_k]`. The default is 1.
@@ -184,7 +184,7 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub fn on_input(self) -> Self {
-        Self { weighed: Weighed::Input, ..self }
+        Self { weights_on: WeightsOn::Input, ..self }
     }
 
     /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine only adds rows.
@@ -192,7 +192,7 @@ impl<'a> TopK<'a> {
     #[must_use]
     #[doc(alias = "mul_routed_weight")]
     pub fn on_rows(self) -> Self {
-        Self { weighed: Weighed::Rows, ..self }
+        Self { weights_on: WeightsOn::Rows, ..self }
     }
 
     /// Scales the combine weights (`routed_scaling_factor`).
@@ -223,7 +223,7 @@ impl<'a> TopK<'a> {
 
     /// The choice in the raw API, at these addresses of the [`operands`](Self::operands).
     pub(in crate::cuda) fn at(&self, [ids, weights, rows]: [u64; 3]) -> raw::TopK {
-        let &Self { top_k, weighed, factor, .. } = self;
-        raw::TopK { ids, weights, rows, top_k, weighed, factor }
+        let &Self { top_k, weights_on, factor, .. } = self;
+        raw::TopK { ids, weights, rows, top_k, weights_on, factor }
     }
 }

@@ -7,7 +7,7 @@ use crate::{
     error::{LaunchError, OperandError},
     ffi,
     plan::{GroupedBy, RouteCapacity},
-    routing::Weighed,
+    routing::WeightsOn,
 };
 
 /// Bytes per expert in the mailbox of `aril_groups`.
@@ -99,7 +99,7 @@ impl Grouping {
         Ok(GroupedRoutes {
             batch,
             top_k: raw,
-            weighed: top_k.weighed,
+            weights_on: top_k.weights_on,
             factor: top_k.factor,
             groups: self.groups,
             grouped,
@@ -116,7 +116,7 @@ impl Grouping {
 pub struct GroupedRoutes {
     pub(in crate::cuda) batch: RoutedBatch,
     pub(in crate::cuda) top_k: ffi::aril_top_k,
-    pub(in crate::cuda) weighed: Weighed,
+    pub(in crate::cuda) weights_on: WeightsOn,
     pub(in crate::cuda) factor: f32,
     pub(in crate::cuda) groups: ffi::aril_groups,
     /// Whether the routes are grouped already. If not, the next operation groups them.
@@ -163,14 +163,14 @@ pub struct TopK {
     pub(in crate::cuda) weights: u64,
     pub(in crate::cuda) rows: u64,
     pub(in crate::cuda) top_k: usize,
-    pub(in crate::cuda) weighed: Weighed,
+    pub(in crate::cuda) weights_on: WeightsOn,
     pub(in crate::cuda) factor: f32,
 }
 
 impl TopK {
     /// The address of local expert ids, `i32 [tokens, top_k]`. Any other value, such as -1, makes the route non-local.
     pub const fn new(ids: u64, top_k: usize) -> Self {
-        Self { ids, weights: 0, rows: 0, top_k, weighed: Weighed::Combine, factor: 1.0 }
+        Self { ids, weights: 0, rows: 0, top_k, weights_on: WeightsOn::Combine, factor: 1.0 }
     }
 
     /// Sets the address of the router's weights, `f32 [tokens, top_k]`. The default is 1.
@@ -191,14 +191,14 @@ impl TopK {
     /// by them.
     #[must_use]
     pub const fn on_input(self) -> Self {
-        Self { weighed: Weighed::Input, ..self }
+        Self { weights_on: WeightsOn::Input, ..self }
     }
 
     /// Declares that the engine's GEMM applies the router's weights to the output rows of down. The deltas of down are multiplied
     /// by them.
     #[must_use]
     pub const fn on_rows(self) -> Self {
-        Self { weighed: Weighed::Rows, ..self }
+        Self { weights_on: WeightsOn::Rows, ..self }
     }
 
     /// Converts the choice to the C ABI, within the capacity.

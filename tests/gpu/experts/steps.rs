@@ -18,7 +18,7 @@ use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
         compare::compare,
-        experts::{Act, Case, Lora, Op, Order, Pairs, Weighed},
+        experts::{Act, Case, Lora, Op, Order, Pairs, WeightsOn},
         small::choose,
         values::{Dtype, Values},
     },
@@ -273,16 +273,16 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
 
     let gpu = Gpu::new();
     let variants = [
-        (Dtype::BF16, Values::Exact, [136, 72], Order::GateUp, 40, Weighed::Combine),
-        (Dtype::F16, Values::Rounded, [136, 72], Order::UpGate, 40, Weighed::Input),
+        (Dtype::BF16, Values::Exact, [136, 72], Order::GateUp, 40, WeightsOn::Combine),
+        (Dtype::F16, Values::Rounded, [136, 72], Order::UpGate, 40, WeightsOn::Input),
         // More than one slab, before and after the activation.
-        (Dtype::F16, Values::Exact, [1100, 40], Order::GateUp, 12, Weighed::Rows),
-        (Dtype::BF16, Values::Rounded, [72, 1032], Order::UpGate, 16, Weighed::Rows),
+        (Dtype::F16, Values::Exact, [1100, 40], Order::GateUp, 12, WeightsOn::Rows),
+        (Dtype::BF16, Values::Rounded, [72, 1032], Order::UpGate, 16, WeightsOn::Rows),
         // The highest rank of wide tiles.
-        (Dtype::BF16, Values::Rounded, [72, 40], Order::GateUp, 128, Weighed::Input),
-        (Dtype::F16, Values::Rounded, [40, 72], Order::GateUp, 128, Weighed::Combine),
+        (Dtype::BF16, Values::Rounded, [72, 40], Order::GateUp, 128, WeightsOn::Input),
+        (Dtype::F16, Values::Rounded, [40, 72], Order::GateUp, 128, WeightsOn::Combine),
     ];
-    for (dtype, values, [hidden, inter], halves, rank, weighed) in variants {
+    for (dtype, values, [hidden, inter], halves, rank, weights_on) in variants {
         let mut up_alone = Lora::shared_outer(40, 9);
         up_alone.modules[0].ranks.fill(0);
         let mut of_some = Lora::of_own_ranks(40, rank);
@@ -299,7 +299,7 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
         ];
         let case = Case::new([40, hidden, inter], adapters, [TOKENS, 4]);
         let case = Case { dtype, values, ..case };
-        let case = case.with(|layer| (layer.weighed, layer.shape.halves) = (weighed, halves));
+        let case = case.with(|layer| (layer.weights_on, layer.shape.halves) = (weights_on, halves));
         for_dtype!(case, run(&gpu, &case));
     }
 }
@@ -387,12 +387,12 @@ fn live_routes_have_any_of_the_captured_rows() {
 
     let gpu = Gpu::new();
     for tokens in [16, 200, 330] {
-        for (dtype, weighed) in
-            [(Dtype::BF16, Weighed::Rows), (Dtype::F16, Weighed::Input), (Dtype::F32, Weighed::Rows)]
+        for (dtype, weights_on) in
+            [(Dtype::BF16, WeightsOn::Rows), (Dtype::F16, WeightsOn::Input), (Dtype::F32, WeightsOn::Rows)]
         {
             let adapters = vec![Lora::of_own_ranks(5, 24), Lora::shared_outer(5, 16)];
             let case = Case::new([5, 72, 40], adapters, [tokens, 4]);
-            let case = case.with(|layer| (layer.weighed, layer.rows) = (weighed, Some(Vec::new())));
+            let case = case.with(|layer| (layer.weights_on, layer.rows) = (weights_on, Some(Vec::new())));
             let case = Case { dtype, ..case };
             for_dtype!(case, run(&gpu, &case));
         }

@@ -8,12 +8,12 @@ const TAIL: usize = 60;
 
 /// Displays a value that came from a file or a request, such as a name in a log, on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
 #[derive(Clone, Copy, Debug)]
-pub struct Shown<T>(
+pub struct Escaped<T>(
     /// The value.
     pub T,
 );
 
-impl<T: fmt::Display> fmt::Display for Shown<T> {
+impl<T: fmt::Display> fmt::Display for Escaped<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = self.0.to_string();
         let chars = text.chars().count();
