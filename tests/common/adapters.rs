@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fs, path::Path};
 
 use aril::{
     DType, Element,
-    adapter::{ModuleKind, Tensor},
+    adapter::{Adapter, ModuleKind, Tensor},
 };
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
@@ -49,6 +49,19 @@ impl Lora {
     /// An embedding of bf16 zeros.
     pub(crate) fn embedding(path: impl Into<String>, vocab: usize, hidden: usize, rank: usize) -> Self {
         Self { kind: ModuleKind::Embedding, ..Self::linear(path, vocab, hidden, rank) }
+    }
+
+    /// A module of f32 that adds `value` to every output where x is ones: exactly, if `rank` and `in_features` are powers of two.
+    pub(crate) fn adding(
+        path: impl Into<String>,
+        [in_features, out_features]: [usize; 2],
+        rank: usize,
+        value: f32,
+    ) -> Self {
+        let mut module = Self::linear(path, in_features, out_features, rank).dtype(DType::F32).alpha(rank as f64);
+        module.a.fill(1.0);
+        module.b.fill(value / (rank * in_features) as f32);
+        module
     }
 
     pub(crate) fn alpha(self, alpha: f64) -> Self {
@@ -103,6 +116,12 @@ pub(crate) fn parts(lora_alpha: f64, modules: &[Lora]) -> Parts {
         keys.into_iter().zip(module.tensors())
     };
     (config.to_string(), modules.iter().flat_map(keyed).collect())
+}
+
+/// The adapter of these modules, whose alpha is 1 where they have none of their own.
+pub(crate) fn adapter(modules: &[Lora]) -> Adapter {
+    let (config, tensors) = parts(1.0, modules);
+    Adapter::from_tensors(&config, tensors).expect("factors of one rank for each module")
 }
 
 pub(crate) fn tensor(dtype: DType, shape: &[usize], values: &[f32]) -> Tensor {

@@ -10,7 +10,7 @@ use std::{
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError, SlotImage, Tensor},
+    adapter::{Adapter, AdapterError, SlotImage},
     cpu::{LoraLinear, Matrix, MatrixMut, Staging, Step, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -18,6 +18,8 @@ use aril::{
     residency::Resident,
     routing::Batch,
 };
+
+use crate::common::adapters::{self, Lora};
 use rayon::prelude::*;
 
 const LAYERS: usize = 4;
@@ -33,17 +35,8 @@ fn model() -> (Model, Vec<LinearId>) {
 
 /// An adapter that adds `value` to every output of every layer whose inputs are 1.
 fn adapter(rank: usize, value: f32) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let values = vec![value; shape[0] * shape[1]];
-        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
-    };
-    let tensors = (0..LAYERS).flat_map(|i| {
-        let path = |side: &str| format!("layers.{i}.q.lora_{side}.weight");
-        let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value));
-        [(path("A"), a), (path("B"), b)]
-    });
-    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {}}}"#, 1.0 / FEATURES as f64);
-    Adapter::from_tensors(&config, tensors).unwrap()
+    let layer = |i: usize| Lora::adding(format!("layers.{i}.q"), [FEATURES; 2], rank, value);
+    adapters::adapter(&(0..LAYERS).map(layer).collect::<Vec<_>>())
 }
 
 fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Step, WeightTable, Workspace},
     error::LoadError,
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
@@ -17,7 +17,10 @@ use cudarc::{
     nvrtc::Ptx,
 };
 
-use crate::device::Gpu;
+use crate::{
+    common::adapters::{self, Lora},
+    device::Gpu,
+};
 
 pub const TOKENS: usize = 8;
 pub const SLOTS: usize = 4;
@@ -153,17 +156,8 @@ pub fn adapter(num_layers: usize, features: usize, rank: usize, value: f32) -> A
 
 /// The same, of a value for each layer.
 pub fn of_values(num_layers: usize, features: usize, rank: usize, value: impl Fn(usize) -> f32) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let values = vec![value; shape[0] * shape[1]];
-        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
-    };
-    let tensors = (0..num_layers).flat_map(|layer| {
-        let [a, b] = [([rank, features], 1.0), ([features, rank], value(layer) / (rank * features) as f32)];
-        [("A", a), ("B", b)]
-            .map(|(side, (shape, value))| (format!("layers.{layer}.m.lora_{side}.weight"), tensor(shape, value)))
-    });
-    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
-    Adapter::from_tensors(&config, tensors).unwrap()
+    let module = |layer: usize| Lora::adding(format!("layers.{layer}.m"), [features; 2], rank, value(layer));
+    adapters::adapter(&(0..num_layers).map(module).collect::<Vec<_>>())
 }
 
 /// A kernel that keeps a stream busy for a given time. It always ends, by the clock.

@@ -3,7 +3,7 @@
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, Tensor,
+        Adapter,
         layout::{B, LinearA},
     },
     cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
@@ -16,21 +16,20 @@ use aril::{
 
 use cudarc::driver::CudaContext;
 
-use crate::{common::small::choose, device::Gpu, setup::Spin};
+use crate::{
+    common::{
+        adapters::{self, Lora},
+        small::choose,
+    },
+    device::Gpu,
+    setup::Spin,
+};
 
 const FEATURES: usize = 128;
 
 /// An adapter that adds `value` times the sum of x.
 fn adapter(rank: usize, value: f32) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let values = vec![value; shape[0] * shape[1]];
-        Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap()
-    };
-    let tensors = [
-        ("m.q.lora_A.weight".to_owned(), tensor([rank, FEATURES], 1.0)),
-        ("m.q.lora_B.weight".to_owned(), tensor([FEATURES, rank], value / rank as f32)),
-    ];
-    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors).unwrap()
+    adapters::adapter(&[Lora::adding("m.q", [FEATURES; 2], rank, value * FEATURES as f32)])
 }
 
 struct Setup {

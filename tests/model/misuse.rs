@@ -19,7 +19,7 @@ use std::{error::Error, sync::Arc, time::Duration};
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     error::LoadError,
     group::{Group, GroupPool, InProcess},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -28,8 +28,9 @@ use aril::{
     routing::Batch,
 };
 
-use crate::backend::{
-    AdapterPool, Backend, Elements, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, read,
+use crate::{
+    backend::{AdapterPool, Backend, Elements, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, read},
+    common::adapters::{self, Lora},
 };
 
 const FEATURES: usize = 64;
@@ -66,13 +67,7 @@ pub fn capacity() -> Capacity {
 
 /// An adapter of a module that adds `value` where x is ones.
 pub fn adapter(module: &str, rank: usize, value: f32) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let bytes = bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec();
-        Tensor::new(DType::F32, shape, bytes).unwrap()
-    };
-    let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value / (rank * FEATURES) as f32));
-    let tensors = [(format!("{module}.lora_A.weight"), a), (format!("{module}.lora_B.weight"), b)];
-    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors).unwrap()
+    adapters::adapter(&[Lora::adding(module, [FEATURES; 2], rank, value)])
 }
 
 impl<'a> World<'a> {

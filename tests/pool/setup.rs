@@ -33,10 +33,7 @@ pub fn model() -> (Model, LinearId) {
 
 /// The parts of an adapter that adds `value` where x is ones. `rank` is a power of two.
 pub fn adding(rank: usize, value: f32) -> Parts {
-    let mut module = Lora::linear("m.q", FEATURES, FEATURES, rank).dtype(DType::F32);
-    module.a.fill(1.0);
-    module.b.fill(value / (rank * FEATURES) as f32);
-    parts(rank as f64, &[module])
+    parts(1.0, &[Lora::adding("m.q", [FEATURES; 2], rank, value)])
 }
 
 pub fn adapter(rank: usize, value: f32) -> Arc<Adapter> {

@@ -7,7 +7,10 @@ use aril::{
     routing::Batch,
 };
 
-use crate::numbers::{SLOTS, TOKENS, adapter, delta, group, module};
+use crate::{
+    common::adapters::adapter,
+    numbers::{SLOTS, TOKENS, delta, group, module},
+};
 
 const HIDDEN: usize = 6;
 

@@ -8,8 +8,8 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::Lora,
-    numbers::{RANK, SLOTS, TOKENS, adapter, delta, integers, module, table},
+    common::adapters::{Lora, adapter},
+    numbers::{RANK, SLOTS, TOKENS, delta, integers, module, table},
 };
 
 const HIDDEN: usize = 6;

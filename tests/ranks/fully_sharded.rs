@@ -11,9 +11,9 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::Lora,
+    common::adapters::{Lora, adapter},
     layout::{Layout, check_all},
-    numbers::{RANK, TOKENS, adapter, delta, integers, module, module_of_rank, table},
+    numbers::{RANK, TOKENS, delta, integers, module, module_of_rank, table},
 };
 
 /// The first two tokens have adapters of different ranks.

@@ -8,8 +8,9 @@ use aril::{
 };
 
 use crate::{
+    common::adapters::adapter,
     layout::{Layout, check_all},
-    numbers::{SLOTS, TOKENS, adapter, delta, group, integers, module},
+    numbers::{SLOTS, TOKENS, delta, group, integers, module},
 };
 
 impl Layout {

@@ -7,8 +7,8 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::Lora,
-    numbers::{RANK, adapter, module},
+    common::adapters::{Lora, adapter},
+    numbers::{RANK, module},
 };
 
 const HIDDEN: usize = 2048;

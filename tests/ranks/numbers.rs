@@ -9,7 +9,7 @@ use aril::{
     reference::{self, Factors},
 };
 
-use crate::common::adapters::{Lora, parts};
+use crate::common::adapters::Lora;
 
 pub(crate) const TOKENS: usize = 3;
 pub(crate) const RANK: usize = 3;
@@ -34,11 +34,6 @@ pub(crate) fn module_of_rank(rank: usize, kind: ModuleKind, path: &str, inputs: 
         ModuleKind::Embedding => Lora::embedding(path, inputs, outputs, rank),
     };
     zeros.alpha(2.0 * rank as f64).fill(|| values.next().unwrap())
-}
-
-pub(crate) fn adapter(modules: &[Lora]) -> Adapter {
-    let (config, tensors) = parts(1.0, modules);
-    Adapter::from_tensors(&config, tensors).unwrap()
 }
 
 /// The unsharded delta of one token, by the reference.
