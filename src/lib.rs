@@ -114,7 +114,3 @@ pub use dtype::{DType, Element};
 #[doc(no_inline)]
 pub use half;
 pub use slot::Slot;
-
-#[doc = include_str!("../README.md")]
-#[cfg(doctest)]
-struct ReadmeDoctests;

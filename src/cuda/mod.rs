@@ -16,9 +16,13 @@
 //! Every object belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels run only
 //! in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.
 //!
+//! # Example
+//!
+#![doc = include_str!("../docs/loop.md")]
+//!
 //! # Where to add the deltas
 //!
-#![doc = include_str!("../docs/beside.md")]
+#![doc = include_str!("../docs/modes.md")]
 //!
 #![doc = include_str!("../docs/threads.md")]
 //!

@@ -9,11 +9,28 @@ use aril::{
 const README: &str = include_str!("../../README.md");
 const MANIFEST: &str = include_str!("../../Cargo.toml");
 
+/// The code with the set-up, which rustdoc compiles.
+const LOOP: &str = include_str!("../../src/docs/loop.md");
+
 /// The architectures that `build.rs` compiles for by default.
 fn archs() -> &'static str {
     let default = include_str!("../../build.rs").split_once(r#"env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| ""#);
     let (archs, _) = default.and_then(|(_, rest)| rest.split_once('"')).expect("build.rs has default architectures");
     archs
+}
+
+#[test]
+fn the_loop_is_that_of_the_documentation() {
+    let (_, rest) = README.split_once("```rust,ignore\n").expect("README.md begins with the loop");
+    let (code, _) = rest.split_once("```").expect("the block ends");
+    let lines: Vec<_> = code.lines().map(|line| line.split_once("//").map_or(line, |(line, _)| line).trim()).collect();
+    assert_eq!(lines.len(), 4, "{lines:?}");
+    let mut rest = LOOP;
+    for line in lines {
+        let found = rest.split_once(line);
+        (_, rest) =
+            found.unwrap_or_else(|| panic!("src/docs/loop.md does not have, behind the others, the line {line}"));
+    }
 }
 
 #[test]
