@@ -1,4 +1,4 @@
-//! Compiles `csrc` with nvcc for the feature `cuda`, and regenerates the bindings for the feature `bindgen`.
+//! Compiles `csrc` with nvcc for the feature `cuda`.
 
 #[cfg(feature = "cuda")]
 #[path = "build/archs.rs"]
@@ -12,33 +12,9 @@ fn main() {
     println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=csrc");
     println!("cargo:rerun-if-env-changed=DOCS_RS");
-    #[cfg(feature = "bindgen")]
-    bindings::generate();
     #[cfg(feature = "cuda")]
     if std::env::var_os("DOCS_RS").is_none() {
         kernels::compile();
-    }
-}
-
-#[cfg(feature = "bindgen")]
-mod bindings {
-    use std::{env, path::Path};
-
-    pub(super) fn generate() {
-        let out = Path::new(&env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("bindings.rs");
-        bindgen::builder()
-            .header("csrc/aril.h")
-            .allowlist_item("(aril|ARIL)_.*")
-            .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
-            .prepend_enum_name(false)
-            .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
-            .use_core()
-            .layout_tests(false)
-            .formatter(bindgen::Formatter::Prettyplease)
-            .generate()
-            .expect("bindgen reads csrc/aril.h")
-            .write_to_file(out)
-            .expect("OUT_DIR is writable");
     }
 }
 

@@ -1,0 +1,26 @@
+//! The Rust bindings of the C ABI.
+
+use std::{error::Error, fs, path::Path};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let header = root.join("csrc/aril.h");
+    let generated = bindgen::builder()
+        .header(header.to_str().ok_or("the path of csrc/aril.h is not UTF-8")?)
+        .allowlist_item("(aril|ARIL)_.*")
+        .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
+        .prepend_enum_name(false)
+        .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
+        .use_core()
+        .layout_tests(false)
+        .formatter(bindgen::Formatter::Prettyplease)
+        .generate()?
+        .to_string();
+    let bindings = root.join("src/ffi/bindings.rs");
+    if std::env::args().nth(1).is_some_and(|argument| argument == "--write") {
+        fs::write(bindings, generated)?;
+    } else if fs::read_to_string(bindings)? != generated {
+        return Err("csrc/aril.h has changed: run this again with `-- --write`".into());
+    }
+    Ok(())
+}
