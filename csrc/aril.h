@@ -189,7 +189,14 @@ typedef struct aril_weights {
   int32_t max_rank;     // modules of a higher rank count as none
 } aril_weights;
 
-// y[t, slice] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both. If it
+// The outputs of a slice, [num_tokens, out_features of the slice]: output i of token t is element
+// t * stride + i. In a matrix of all slices, `first` is the slice's first column.
+typedef struct aril_outputs {
+  void* first;
+  int64_t stride;
+} aril_outputs;
+
+// y[slice][t] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both. If it
 // overwrites, y is set to the delta, or to zero where there is no adapter.
 typedef struct aril_linear_args {
   int32_t dtype;
@@ -215,8 +222,7 @@ typedef struct aril_linear_args {
   int32_t out_features[ARIL_MAX_SLICES];
   const void* x;  // [num_tokens, in_features]
   int64_t x_stride;
-  void* y;  // [num_tokens, sum of out_features]
-  int64_t y_stride;
+  aril_outputs y[ARIL_MAX_SLICES];
   // How shrink passes v to expand, both aligned to 16 bytes; ranks are max_rank padded to
   // ARIL_RANK_TILE. small_m in bf16 and f16 uses the mailbox, [slabs, num_tokens, num_slices,
   // ranks] words behind the header. The others use partials, [splits, num_tokens, num_slices,
@@ -232,7 +238,7 @@ typedef struct aril_linear_args {
 // other tensor-parallel ranks.
 //
 // Shrink: v[t, slice] = A x[t] for this rank's part of A, and zero beyond the adapter's rank and
-// for tokens of the base. Expand: y[t, slice] += scales[t] * scaling * B v in this rank's part of
+// for tokens of the base. Expand: y[slice][t] += scales[t] * scaling * B v in this rank's part of
 // the outputs. A row's bits depend on its x, v and y and its slot's factors alone.
 typedef struct aril_sharded_args {
   int32_t dtype;
@@ -245,16 +251,13 @@ typedef struct aril_sharded_args {
   int32_t width;  // ranks of a slice in a row of v: ceil(max_rank / tp_size)
   int32_t in_features;
   int32_t num_slices;
-  int32_t out_features[ARIL_MAX_SLICES];  // of y
-  int32_t first_outs[ARIL_MAX_SLICES];    // the first that B has a row for
-  int32_t num_outs[ARIL_MAX_SLICES];      // B's rows
-  const void* x;                          // [num_tokens, in_features]
+  int32_t num_outs[ARIL_MAX_SLICES];  // B's rows
+  const void* x;                      // [num_tokens, in_features]
   int64_t x_stride;
   // Of shrink [num_tokens, num_slices, width]; of expand [tp_size, num_tokens, num_slices, width].
   float* v;
-  int64_t v_stride;  // from a token to the next
-  void* y;           // [num_tokens, sum of out_features]
-  int64_t y_stride;
+  int64_t v_stride;                 // from a token to the next
+  aril_outputs y[ARIL_MAX_SLICES];  // that B has rows for
   aril_weights weights;
   aril_routing routing;
 } aril_sharded_args;
@@ -323,8 +326,7 @@ typedef struct aril_forward_args {
   const void* x;                // [num_tokens, in_features], aligned as W is
   int64_t x_stride;
   const void* bias;  // [sum of out_features], or null
-  void* y;           // [num_tokens, sum of out_features]
-  int64_t y_stride;
+  aril_outputs y[ARIL_MAX_SLICES];
   // ARIL_FORWARD_PARTS of [num_tokens, num_slices, ranks] words behind the header; ranks are
   // max_rank padded to 16. Aligned to 16 bytes. Null if there is no table.
   void* mailbox;
@@ -333,8 +335,9 @@ typedef struct aril_forward_args {
   aril_routing routing;    // of which the tiles are not read
 } aril_forward_args;
 
-// out[t] = silu(gate) * up, where gate and up are the two slices of y[t] + scales[t] * scaling * B
-// v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one rounding.
+// out[t] = silu(gate) * up, where gate and up are the two slices of y[slice][t] + scales[t] *
+// scaling * B v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one
+// rounding.
 typedef struct aril_silu_mul_args {
   // Two slices of equal size. y is read, x is not. outs_per_block and outs_per_block_of_few are of
   // each slice, multiples of ARIL_OUTS_LARGE_M; the choice does not change the bits.

@@ -101,6 +101,7 @@ pub mod pool;
 pub mod reference;
 pub mod residency;
 pub mod routing;
+mod slices;
 mod slot;
 
 #[cfg(not(target_os = "linux"))]
@@ -113,4 +114,5 @@ pub use cudarc;
 pub use dtype::{DType, Element};
 #[doc(no_inline)]
 pub use half;
+pub use slices::Slices;
 pub use slot::Slot;

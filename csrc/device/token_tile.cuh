@@ -120,13 +120,14 @@ struct BlockOuts {
   template <typename Outs>
   __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, Outs outs_per_block,
                                        int& slice)
-      : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(p.overwrites != 0) {
+      : overwrites(p.overwrites != 0) {
     for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.out_features[slice], outs_per_block);
       if (block < blocks) break;
       block -= blocks;
-      y += p.out_features[slice];
     }
+    y = static_cast<T*>(p.y[slice].first);
+    y_stride = p.y[slice].stride;
     num_outs = p.out_features[slice];
     first = block * outs_per_block;
     count = min(static_cast<int>(outs_per_block), num_outs - first);
@@ -143,14 +144,14 @@ struct BlockOuts {
   // Block `block` of this rank's outputs of a fully sharded layer. Sets `slice`.
   __device__ __forceinline__ BlockOuts(const aril_sharded_args& p, int block, int outs_per_block,
                                        int& slice)
-      : y(static_cast<T*>(p.y)), y_stride(p.y_stride), overwrites(false) {
+      : overwrites(false) {
     for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.num_outs[slice], outs_per_block);
       if (block < blocks) break;
       block -= blocks;
-      y += p.out_features[slice];
     }
-    y += p.first_outs[slice];
+    y = static_cast<T*>(p.y[slice].first);
+    y_stride = p.y[slice].stride;
     num_outs = p.num_outs[slice];
     first = block * outs_per_block;
     count = min(outs_per_block, num_outs - first);

@@ -164,8 +164,9 @@ class ExchangedRows {
   const float* first_;
 };
 
+// In f16 both terms of B take registers.
 template <typename T, bool kStaged>
-__global__ void __launch_bounds__(kSmallMThreads, 2)
+__global__ void __launch_bounds__(kSmallMThreads, std::is_same_v<T, __nv_bfloat16> ? 3 : 2)
     sharded_expand_kernel(const __grid_constant__ aril_sharded_args p, int out_blocks) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();

@@ -120,10 +120,11 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
   wait_for_predecessors();
 
   const int units = ceil_div(outs, ARIL_OUT_UNIT);
-  const T* const y = static_cast<const T*>(p.layer.y) + first;
+  const T* const gate_y = static_cast<const T*>(p.layer.y[0].first) + first;
+  const T* const up_y = static_cast<const T*>(p.layer.y[1].first) + first;
   T* const out = static_cast<T*>(p.out) + first;
-  const bool aligned = features % Vec<T>::kSize == 0 && is_aligned(y, p.layer.y_stride) &&
-                       is_aligned(out, p.out_stride);
+  const bool aligned = is_aligned(gate_y, p.layer.y[0].stride) &&
+                       is_aligned(up_y, p.layer.y[1].stride) && is_aligned(out, p.out_stride);
   // Calls f for the lane's rows g and g + 8 of a unit.
   const auto for_rows = [&](int unit, auto f) {
     const int feature = unit * ARIL_OUT_UNIT + 8 * q;
@@ -131,16 +132,17 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
     for (int half = 0; half < 2; ++half) {
       const int row = unit < units ? rows[g + 8 * half] : -1;
       if (row >= 0) {
-        f(half, y + row * p.layer.y_stride + feature, out + row * p.out_stride + feature,
+        f(half, gate_y + row * p.layer.y[0].stride + feature,
+          up_y + row * p.layer.y[1].stride + feature, out + row * p.out_stride + feature,
           outs - feature);
       }
     }
   };
   OutVec<T> bases[kAhead][2][2];  // of a half and a slice
   const auto load_bases = [&](OutVec<T>(&bases)[2][2], int unit) {
-    for_rows(unit, [&](int half, const T* y, T*, int valid) {
-      bases[half][0].load(y, valid, aligned);
-      bases[half][1].load(y + features, valid, aligned);
+    for_rows(unit, [&](int half, const T* gate, const T* up, T*, int valid) {
+      bases[half][0].load(gate, valid, aligned);
+      bases[half][1].load(up, valid, aligned);
     });
   };
 #pragma unroll
@@ -173,12 +175,12 @@ __device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, co
         multiply_or_none<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
                                      unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       }
-      for_rows(unit, [&](int half, const T* y, T* out, int valid) {
+      for_rows(unit, [&](int half, const T* gate_y, const T* up_y, T* out, int valid) {
         const bool whole = OutVec<T>::whole(valid, aligned);
         Vec<T> gate{bases[i][half][0].bits}, up{bases[i][half][1].bits};
         if (__builtin_expect(!whole, false)) {
-          gate = Vec<T>::load_from_anywhere(y, valid, false);
-          up = Vec<T>::load_from_anywhere(y + features, valid, false);
+          gate = Vec<T>::load_from_anywhere(gate_y, valid, false);
+          up = Vec<T>::load_from_anywhere(up_y, valid, false);
         }
         T values[Vec<T>::kSize];
 #pragma unroll
@@ -337,7 +339,8 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int stages = stages_in(smem_bytes - v_bytes, stage_bytes);
   const int own_row = copied_row(lane);
   const bool whole = features % Vec<T>::kSize == 0 &&
-                     is_aligned(static_cast<const T*>(p.layer.y), p.layer.y_stride) &&
+                     is_aligned(static_cast<const T*>(p.layer.y[0].first), p.layer.y[0].stride) &&
+                     is_aligned(static_cast<const T*>(p.layer.y[1].first), p.layer.y[1].stride) &&
                      is_aligned(static_cast<const T*>(p.out), p.out_stride);
   const auto outs_of = [&](int chunk) { return min(outs - chunk * kChunkOuts, kChunkOuts); };
   const auto fetch_weights = [&](int chunk, int stage) {
@@ -366,19 +369,21 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
     if (own_row >= ARIL_WIDE_TILE || chunk >= chunks) return;
     T* to = reinterpret_cast<T*>(ring + stage * stage_bytes + own_row * kSiluMulRowBytes);
     const int own = rows[own_row];
-    const T* from =
-        static_cast<const T*>(p.layer.y) + own * p.layer.y_stride + first + chunk * kChunkOuts;
+    const auto from = [&](int slice) {
+      const aril_outputs& y = p.layer.y[slice];
+      return static_cast<const T*>(y.first) + own * y.stride + first + chunk * kChunkOuts;
+    };
     const int count = outs_of(chunk);
     const bool bulk = kBulk && whole && own >= 0;
     if (!bulk && own >= 0) {
-      copy_outs(to, from, count, whole);
-      copy_outs(to + kChunkOuts, from + features, count, whole);
+      copy_outs(to, from(0), count, whole);
+      copy_outs(to + kChunkOuts, from(1), count, whole);
     }
     TransactionBarrier& barrier = barriers[stage];
     barrier.expect(bulk ? count * 4 : 0);
     if (bulk) {
-      barrier.copy(to, from, count * 2);
-      barrier.copy(to + kChunkOuts, from + features, count * 2);
+      barrier.copy(to, from(0), count * 2);
+      barrier.copy(to + kChunkOuts, from(1), count * 2);
     }
   };
   const auto store_rows = [&](int chunk, int stage) {
@@ -481,8 +486,8 @@ __global__ void __launch_bounds__(kF32Threads)
     float values[2];
     for (int slice = 0; slice < 2; ++slice) {
       const aril_descriptor& module = gate_up.modules[slice];
-      values[slice] = static_cast<const float*>(
-          p.layer.y)[token * p.layer.y_stride + slice * features + feature];
+      const aril_outputs y = p.layer.y[slice];
+      values[slice] = static_cast<const float*>(y.first)[token * y.stride + feature];
       if (module.rank == 0) continue;
       const int rank_tiles = gate_up.rank_tiles(slice);
       const float* b = f32_b_row(module.b, rank_tiles, feature);

@@ -1,6 +1,6 @@
 use super::{Shape, StepShape};
 use crate::{
-    DType,
+    DType, Slices,
     error::OperandError,
     model::{Exchange, LinearId, LinearSite, Model, ModelId, SliceSite},
     plan::{Capacity, PlanError, check_outputs},
@@ -34,11 +34,11 @@ impl FullyShardedLinear {
         v.expect("v", DType::F32, rows, cols)
     }
 
-    pub(crate) fn check_expand(&self, step: StepShape, v: Shape, y: Shape) -> Result<(), OperandError> {
+    pub(crate) fn check_expand(&self, step: StepShape, v: Shape, y: &Slices<Shape>) -> Result<(), OperandError> {
         self.check_step(step)?;
         let [rows, cols] = self.exchange.received(step.num_tokens, step.max_rank);
         v.expect("v", DType::F32, rows, cols)?;
-        y.expect("y", self.dtype, step.num_tokens, self.site.out_features())
+        y.expect(self.dtype, step.num_tokens, self.site.slices())
     }
 
     fn check_step(&self, step: StepShape) -> Result<(), OperandError> {

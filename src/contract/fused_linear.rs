@@ -1,6 +1,6 @@
 use super::{Shape, StepShape};
 use crate::{
-    DType,
+    DType, Slices,
     error::OperandError,
     ffi,
     model::{LinearId, LinearSite, Model, ModelId},
@@ -31,7 +31,7 @@ impl FusedLinear {
         let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
         let plan = ForwardPlan::new(&site, dtype, capacity)?.on(device)?;
         if slices.len() != site.slices().len() {
-            return Err(OperandError::Slices { got: slices.len(), want: site.slices().len() });
+            return Err(OperandError::Slices { operand: "W", got: slices.len(), want: site.slices().len() });
         }
         for (w, slice) in slices.iter().zip(site.slices()) {
             w.expect("W", dtype, slice.out_features(), site.in_features())?;
@@ -46,11 +46,11 @@ impl FusedLinear {
         if got == want { Ok(()) } else { Err(OperandError::Bias { got, want }) }
     }
 
-    pub(crate) fn check(&self, step: StepShape, x: Shape, y: Shape) -> Result<(), OperandError> {
+    pub(crate) fn check(&self, step: StepShape, x: Shape, y: &Slices<Shape>) -> Result<(), OperandError> {
         let (plan, dtype) = (&self.plan, self.plan.dtype());
         step.check(self.model, dtype, plan.capacity(), plan.max_tokens())?;
         x.expect("x", dtype, step.num_tokens, self.site.in_features())?;
         x.expect_aligned_rows("x", Self::ALIGNMENT_BYTES)?;
-        y.expect("y", dtype, step.num_tokens, self.site.out_features())
+        y.expect(dtype, step.num_tokens, self.site.slices())
     }
 }

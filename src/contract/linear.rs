@@ -1,6 +1,6 @@
 use super::{Shape, StepShape};
 use crate::{
-    DType,
+    DType, Slices,
     error::OperandError,
     model::{LinearId, LinearSite, Model, ModelId, SliceSite},
     plan::{Capacity, LinearPlan, PlanError},
@@ -22,14 +22,19 @@ impl Linear {
     }
 
     /// Of shrink `x`, of expand `y`, of both in one both.
-    pub(crate) fn check(&self, step: StepShape, x: Option<Shape>, y: Option<Shape>) -> Result<(), OperandError> {
+    pub(crate) fn check(
+        &self,
+        step: StepShape,
+        x: Option<Shape>,
+        y: Option<&Slices<Shape>>,
+    ) -> Result<(), OperandError> {
         let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
         x.map_or(Ok(()), |x| x.expect("x", dtype, tokens, self.site.in_features()))?;
-        y.map_or(Ok(()), |y| y.expect("y", dtype, tokens, self.site.out_features()))
+        y.map_or(Ok(()), |y| y.expect(dtype, tokens, self.site.slices()))
     }
 
     /// Returns the features of gate and of up.
-    pub(crate) fn check_silu_mul(&self, step: StepShape, y: Shape, out: Shape) -> Result<usize, OperandError> {
+    pub(crate) fn check_silu_mul(&self, step: StepShape, y: &Slices<Shape>, out: Shape) -> Result<usize, OperandError> {
         let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
         let features = match self.site.slices() {
             [gate, up] if gate.out_features() == up.out_features() => gate.out_features(),
@@ -37,7 +42,7 @@ impl Linear {
                 return Err(OperandError::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() });
             }
         };
-        y.expect("y", dtype, tokens, 2 * features)?;
+        y.expect(dtype, tokens, self.site.slices())?;
         out.expect("out", dtype, tokens, features)?;
         Ok(features)
     }

@@ -17,7 +17,13 @@ pub(crate) use self::{
     fused_linear::FusedLinear,
     linear::Linear,
 };
-use crate::{DType, error::OperandError, extent::Extent, model::ModelId, plan::Capacity};
+use crate::{
+    DType, Slices,
+    error::OperandError,
+    extent::Extent,
+    model::{ModelId, SliceSite},
+    plan::Capacity,
+};
 
 /// The table and the batch of a step.
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +74,20 @@ impl Shape {
             Ok(())
         } else {
             Err(OperandError::MisalignedRows { operand, alignment, stride_bytes })
+        }
+    }
+}
+
+impl Slices<Shape> {
+    /// Rejects what is neither one matrix of all outputs of these slices, nor one of each slice's.
+    fn expect(&self, dtype: DType, rows: usize, slices: &[SliceSite]) -> Result<(), OperandError> {
+        let cols = |slice: &SliceSite| slice.out_features();
+        match self.len() {
+            1 => self.named().try_for_each(|(y, shape)| shape.expect(y, dtype, rows, slices.iter().map(cols).sum())),
+            got if got == slices.len() => {
+                self.named().zip(slices).try_for_each(|((y, shape), slice)| shape.expect(y, dtype, rows, cols(slice)))
+            }
+            got => Err(OperandError::Slices { operand: "y", got, want: slices.len() }),
         }
     }
 }

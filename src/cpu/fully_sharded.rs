@@ -1,5 +1,5 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
-use crate::{Element, contract, error::OperandError, model::LinearId, plan::PlanError};
+use crate::{Element, Slices, contract, error::OperandError, model::LinearId, plan::PlanError};
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
 /// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
@@ -101,27 +101,24 @@ impl FullyShardedLinear {
     /// `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows of B. All
     /// other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is `[tokens, out_features]`.
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
+    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`]).
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
-    pub fn expand<T: Element>(
+    pub fn expand<'a, T: Element>(
         &self,
         step: &Step<'_>,
         v: Matrix<'_, f32>,
-        mut y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), OperandError> {
-        self.contract.check_expand(step.shape(), v.shape(), y.shape())?;
+        let mut y = y.into();
+        self.contract.check_expand(step.shape(), v.shape(), &y.map(MatrixMut::shape))?;
         let site = &self.contract.site;
-        y.for_rows(&|token, mut y| {
-            for (slice, of_slice) in site.slices().iter().enumerate() {
-                let (y_slice, rest) = y.split_at_mut(of_slice.out_features());
-                y = rest;
-                let slot = step.batch.slots()[token];
-                if let Some(factors) = step.factors(slot, site.first_entry() + slice) {
-                    let whole = self.whole(step, v, token, slice, factors.rank());
-                    factors.expand(&whole, step.batch.scale(token), &mut y_slice[of_slice.delta_range()]);
-                }
+        y.for_rows(site.slices(), &|token, slice, y| {
+            if let Some(factors) = step.factors(step.batch.slots()[token], site.first_entry() + slice) {
+                let whole = self.whole(step, v, token, slice, factors.rank());
+                factors.expand(&whole, step.batch.scale(token), &mut y[site.slices()[slice].delta_range()]);
             }
         });
         Ok(())

@@ -1,8 +1,8 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
-    Element, contract,
+    Element, Slices, contract,
     error::OperandError,
-    model::LinearId,
+    model::{LinearId, SliceSite},
     plan::{Device, ForwardPlan},
 };
 
@@ -56,16 +56,32 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, or the step has more than
     /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. `y` is then unchanged.
-    pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), OperandError> {
-        self.run(step, x, y, |_, sum| sum)
+    pub fn forward<'y>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: impl Into<Slices<MatrixMut<'y, T>>>,
+    ) -> Result<(), OperandError>
+    where
+        T: 'y,
+    {
+        self.run(step, x, y.into(), |_, sum| sum)
     }
 
     /// Like [`forward`](Self::forward), but adds to `y`.
     ///
     /// # Errors
     /// As for `forward`.
-    pub fn accumulate(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), OperandError> {
-        self.run(step, x, y, |y, sum| y.to_f32() + sum)
+    pub fn accumulate<'y>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: impl Into<Slices<MatrixMut<'y, T>>>,
+    ) -> Result<(), OperandError>
+    where
+        T: 'y,
+    {
+        self.run(step, x, y.into(), |y, sum| y.to_f32() + sum)
     }
 
     /// Stores `put(y, sum)` for each element of `y`.
@@ -73,36 +89,31 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self,
         step: &Step<'_>,
         x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
+        mut y: Slices<MatrixMut<'_, T>>,
         put: impl Fn(T, f32) -> f32 + Sync,
     ) -> Result<(), OperandError> {
-        self.contract.check(step.shape(), x.shape(), y.shape())?;
-        y.for_rows(&|token, y| {
-            for (y, sum) in y.iter_mut().zip(self.sums(step, token, x.row(token))) {
+        self.contract.check(step.shape(), x.shape(), &y.map(MatrixMut::shape))?;
+        y.for_rows(self.contract.site.slices(), &|token, slice, y| {
+            for (y, sum) in y.iter_mut().zip(self.sums(step, token, slice, x.row(token))) {
                 *y = T::from_f32(put(*y, sum));
             }
         });
         Ok(())
     }
 
-    /// The outputs of a token.
-    fn sums(&self, step: &Step<'_>, token: usize, x: &[T]) -> Vec<f32> {
+    /// The outputs of a slice for a token.
+    fn sums(&self, step: &Step<'_>, token: usize, slice: usize, x: &[T]) -> Vec<f32> {
         let site = &self.contract.site;
         let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
-        let mut sums =
-            self.bias.map_or(vec![0.0; site.out_features()], |bias| bias.iter().map(|bias| bias.to_f32()).collect());
-        let mut rest = &mut sums[..];
-        for (slice, (w, of_slice)) in self.slices.iter().zip(site.slices()).enumerate() {
-            let (sums, behind) = rest.split_at_mut(of_slice.out_features());
-            rest = behind;
-            for (row, sum) in sums.iter_mut().enumerate() {
-                *sum += w.row(row).iter().zip(&wide).map(|(w, x)| w.to_f32() * x).sum::<f32>();
-            }
-            if let Some(factors) = step.factors::<T>(step.batch.slots()[token], site.first_entry() + slice) {
-                let mut v = vec![0.0; factors.rank()];
-                factors.shrink(x, &mut v);
-                factors.delta(&v, step.batch.scale(token), of_slice.out_features(), |out, delta| sums[out] += delta);
-            }
+        let out_features = site.slices()[slice].out_features();
+        let first = site.slices()[..slice].iter().map(SliceSite::out_features).sum::<usize>();
+        let bias = |out: usize| self.bias.map_or(0.0, |bias| bias[first + out].to_f32());
+        let row = |out| self.slices[slice].row(out).iter().zip(&wide).map(|(w, x)| w.to_f32() * x).sum::<f32>();
+        let mut sums: Vec<f32> = (0..out_features).map(|out| bias(out) + row(out)).collect();
+        if let Some(factors) = step.factors::<T>(step.batch.slots()[token], site.first_entry() + slice) {
+            let mut v = vec![0.0; factors.rank()];
+            factors.shrink(x, &mut v);
+            factors.delta(&v, step.batch.scale(token), out_features, |out, delta| sums[out] += delta);
         }
         sums
     }

@@ -2,7 +2,7 @@ use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::Parall
 
 use super::{Matrix, MatrixMut, Step, WeightTable, activation};
 use crate::{
-    Element, contract,
+    Element, Slices, contract,
     error::OperandError,
     model::{Activation, LinearId},
     plan::{LinearPlan, PlanError},
@@ -35,13 +35,14 @@ impl LoraLinear {
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
     #[doc(alias = "punica")]
-    pub fn add_delta<T: Element>(
+    pub fn add_delta<'a, T: Element>(
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), OperandError> {
-        self.contract.check(step.shape(), Some(x.shape()), Some(y.shape()))?;
+        let y = y.into();
+        self.contract.check(step.shape(), Some(x.shape()), Some(&y.map(MatrixMut::shape)))?;
         self.shrink(step, x)?.expand(y)
     }
 
@@ -49,15 +50,16 @@ impl LoraLinear {
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
-    pub fn write_delta<T: Element>(
+    pub fn write_delta<'a, T: Element>(
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), OperandError> {
-        self.contract.check(step.shape(), Some(x.shape()), Some(y.shape()))?;
+        let mut y = y.into();
+        self.contract.check(step.shape(), Some(x.shape()), Some(&y.map(MatrixMut::shape)))?;
         let shrunk = self.shrink(step, x)?;
-        y.clear();
+        y.for_rows(self.contract.site.slices(), &|_, _, outputs| outputs.fill(T::default()));
         shrunk.expand(y)
     }
 
@@ -107,18 +109,12 @@ impl LoraLinear {
         Ok(Shrunk { layer: self, step })
     }
 
-    /// Calls `put` with each column of a token's delta and its value, if the token has an adapter.
-    fn deltas<T: Element>(&self, step: &Step<'_>, token: usize, mut put: impl FnMut(usize, f32)) {
-        let mut first = 0;
-        for (slice, site) in self.contract.site.slices().iter().enumerate() {
-            if let Some(factors) =
-                step.factors::<T>(step.batch.slots()[token], self.contract.site.first_entry() + slice)
-            {
-                let v = &step.workspace.v[token * self.v_stride(step) + slice * step.max_rank..];
-                let put = |out, delta| put(first + out, delta);
-                factors.delta(v, step.batch.scale(token), site.out_features(), put);
-            }
-            first += site.out_features();
+    /// Calls `put` with each output of a slice and its element of a token's delta, if the token has an adapter of the slice.
+    fn delta<T: Element>(&self, step: &Step<'_>, token: usize, slice: usize, put: impl FnMut(usize, f32)) {
+        let site = &self.contract.site;
+        if let Some(factors) = step.factors::<T>(step.batch.slots()[token], site.first_entry() + slice) {
+            let v = &step.workspace.v[token * self.v_stride(step) + slice * step.max_rank..];
+            factors.delta(v, step.batch.scale(token), site.slices()[slice].out_features(), put);
         }
     }
 
@@ -140,11 +136,11 @@ impl Shrunk<'_, '_> {
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
-    pub fn expand<T: Element>(self, mut y: MatrixMut<'_, T>) -> Result<(), OperandError> {
-        let Self { layer, step } = self;
-        layer.contract.check(step.shape(), None, Some(y.shape()))?;
-        y.for_rows(&|token, y| {
-            layer.deltas::<T>(step, token, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
+    pub fn expand<'a, T: Element>(self, y: impl Into<Slices<MatrixMut<'a, T>>>) -> Result<(), OperandError> {
+        let (Self { layer, step }, mut y) = (self, y.into());
+        layer.contract.check(step.shape(), None, Some(&y.map(MatrixMut::shape)))?;
+        y.for_rows(layer.contract.site.slices(), &|token, slice, y| {
+            layer.delta::<T>(step, token, slice, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
         });
         Ok(())
     }
@@ -154,12 +150,18 @@ impl Shrunk<'_, '_> {
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, or the slices are not gate and up. `out` is then unchanged.
     #[doc(alias = "silu_and_mul")]
-    pub fn silu_mul<T: Element>(self, y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), OperandError> {
-        let Self { layer, step } = self;
-        let features = layer.contract.check_silu_mul(step.shape(), y.shape(), out.shape())?;
+    pub fn silu_mul<'a, T: Element>(
+        self,
+        y: impl Into<Slices<Matrix<'a, T>>>,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), OperandError> {
+        let (Self { layer, step }, y) = (self, y.into());
+        let features = layer.contract.check_silu_mul(step.shape(), &y.map(Matrix::shape), out.shape())?;
         out.for_rows(&|token, out| {
-            let mut sums: Vec<f32> = y.row(token).iter().map(|y| y.to_f32()).collect();
-            layer.deltas::<T>(step, token, |column, delta| sums[column] += delta);
+            let mut sums: Vec<f32> = y.row(token).map(|y| y.to_f32()).collect();
+            for (slice, sums) in sums.chunks_mut(features).enumerate() {
+                layer.delta::<T>(step, token, slice, |out, delta| sums[out] += delta);
+            }
             let (gate, up) = sums.split_at(features);
             for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
                 *out = T::from_f32(activation::apply(Activation::Silu, Some(gate), up));

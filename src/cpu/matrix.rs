@@ -1,6 +1,6 @@
 use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
 
-use crate::{Element, contract::Shape, error::OperandError, extent::Extent};
+use crate::{Element, Slices, contract::Shape, error::OperandError, extent::Extent, model::SliceSite};
 
 /// A row-major input matrix.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +32,13 @@ impl<'a, T: Element> Matrix<'a, T> {
 
     pub(super) fn row(&self, row: usize) -> &'a [T] {
         &self.data[row * self.extent.row_stride..][..self.extent.cols]
+    }
+}
+
+impl<'a, T: Element> Slices<Matrix<'a, T>> {
+    /// A row of outputs, slice after slice.
+    pub(super) fn row(&self, row: usize) -> impl Iterator<Item = &'a T> {
+        self.named().flat_map(move |(_, matrix)| matrix.row(row))
     }
 }
 
@@ -75,8 +82,22 @@ impl<'a, T: Element> MatrixMut<'a, T> {
     pub(super) fn for_rows(&mut self, compute: &(dyn Fn(usize, &mut [T]) + Sync)) {
         self.rows_mut().enumerate().for_each(|(index, row)| compute(index, row));
     }
+}
 
-    pub(super) fn clear(&mut self) {
-        self.for_rows(&|_, row| row.fill(T::default()));
+impl<T: Element> Slices<MatrixMut<'_, T>> {
+    /// Calls `compute` with the index of each row and of each slice, and the row's outputs of the slice. The matrices are of these
+    /// slices.
+    pub(super) fn for_rows(&mut self, slices: &[SliceSite], compute: &(dyn Fn(usize, usize, &mut [T]) + Sync)) {
+        let is_fused = self.len() == 1;
+        for (first, (_, matrix)) in self.named_mut().enumerate() {
+            let slices = if is_fused { slices } else { &slices[first..=first] };
+            matrix.for_rows(&|row, mut rest| {
+                for (slice, site) in slices.iter().enumerate() {
+                    let (outputs, behind) = rest.split_at_mut(site.out_features());
+                    rest = behind;
+                    compute(row, first + slice, outputs);
+                }
+            });
+        }
     }
 }

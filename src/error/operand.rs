@@ -155,9 +155,11 @@ pub enum OperandError {
         /// Required columns.
         want_cols: usize,
     },
-    /// The base weights are not one matrix for each slice of the layer.
-    #[error("`W` is {got} matrices, but the layer has {want} slices")]
+    /// An operand is not one matrix for each slice of the layer, nor, unless it is W, one of all slices.
+    #[error("`{operand}` is {got} matrices, but the layer has {want} slices")]
     Slices {
+        /// Name of the operand.
+        operand: &'static str,
         /// Number of matrices given.
         got: usize,
         /// Number of slices.

@@ -120,6 +120,12 @@ pub struct aril_weights {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_outputs {
+    pub first: *mut ::core::ffi::c_void,
+    pub stride: i64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_linear_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -136,8 +142,7 @@ pub struct aril_linear_args {
     pub out_features: [i32; 8usize],
     pub x: *const ::core::ffi::c_void,
     pub x_stride: i64,
-    pub y: *mut ::core::ffi::c_void,
-    pub y_stride: i64,
+    pub y: [aril_outputs; 8usize],
     pub mailbox: *mut ::core::ffi::c_void,
     pub mailbox_bytes: u64,
     pub partials: *mut f32,
@@ -155,15 +160,12 @@ pub struct aril_sharded_args {
     pub width: i32,
     pub in_features: i32,
     pub num_slices: i32,
-    pub out_features: [i32; 8usize],
-    pub first_outs: [i32; 8usize],
     pub num_outs: [i32; 8usize],
     pub x: *const ::core::ffi::c_void,
     pub x_stride: i64,
     pub v: *mut f32,
     pub v_stride: i64,
-    pub y: *mut ::core::ffi::c_void,
-    pub y_stride: i64,
+    pub y: [aril_outputs; 8usize],
     pub weights: aril_weights,
     pub routing: aril_routing,
 }
@@ -222,8 +224,7 @@ pub struct aril_forward_args {
     pub x: *const ::core::ffi::c_void,
     pub x_stride: i64,
     pub bias: *const ::core::ffi::c_void,
-    pub y: *mut ::core::ffi::c_void,
-    pub y_stride: i64,
+    pub y: [aril_outputs; 8usize],
     pub mailbox: *mut ::core::ffi::c_void,
     pub mailbox_bytes: u64,
     pub weights: aril_weights,

@@ -46,6 +46,8 @@ pub struct Case<L> {
     pub offsets: [usize; 3],
     pub gaps: [usize; 3],
     pub seed: u64,
+    /// `y` of a linear layer is a matrix of each slice, in a buffer of its own.
+    pub separate: bool,
 }
 
 impl<L> Deref for Case<L> {
@@ -137,6 +139,7 @@ impl<L: Layer> Case<L> {
             offsets: [0; 3],
             gaps: [0; 3],
             seed,
+            separate: false,
         }
     }
 
@@ -269,6 +272,18 @@ impl<L: Layer> Case<L> {
         compare(self.target(), &subject.run(self, &world), &world.expected(self), &self.replay())
     }
 
+    /// Runs the case with one `y` of all slices and with one of each, which must give the same bits.
+    pub fn check_separate<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
+        let world = self.world::<T>();
+        let [fused, separate] = [false, true].map(|separate| subject.run(&Self { separate, ..self.clone() }, &world));
+        prop_assert!(
+            bytemuck::cast_slice::<T, u8>(&fused) == bytemuck::cast_slice::<T, u8>(&separate),
+            "separate slices differ\n{}",
+            self.replay()
+        );
+        Ok(())
+    }
+
     /// Runs the case with an infinity in every row of `x` that is read, so that each `A x` is infinite. What is written must be infinite or
     /// NaN where the reference is, and nowhere else.
     pub fn check_infinities<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
@@ -359,8 +374,8 @@ pub fn cases<L: Layer, S: Strategy<Value = L>>(
         let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
         let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
         let gaps = || prop::array::uniform3(prop_oneof![Just(0), 0..9_usize]);
-        (layer, slots, scales, dtype, values, gaps(), gaps(), any::<u64>()).prop_map(
-            move |(layer, slots, half_scales, dtype, values, offsets, gaps, seed)| Case {
+        (layer, slots, scales, dtype, values, gaps(), gaps(), any::<u64>(), any::<bool>()).prop_map(
+            move |(layer, slots, half_scales, dtype, values, offsets, gaps, seed, separate)| Case {
                 layer,
                 dtype,
                 values,
@@ -370,6 +385,7 @@ pub fn cases<L: Layer, S: Strategy<Value = L>>(
                 offsets,
                 gaps,
                 seed,
+                separate,
             },
         )
     })

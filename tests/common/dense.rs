@@ -48,6 +48,10 @@ impl Dense {
         }
     }
 
+    pub fn is_linear(&self) -> bool {
+        matches!(self.op, Op::Linear { .. })
+    }
+
     pub fn slices(&self) -> Vec<usize> {
         match &self.op {
             Op::Linear { slices, .. } => slices.clone(),

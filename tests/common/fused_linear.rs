@@ -153,6 +153,7 @@ impl Case {
             offsets: dense.offsets,
             gaps: dense.gaps,
             seed: dense.seed,
+            separate: dense.separate,
         }
     }
 }

@@ -19,6 +19,7 @@ pub mod experts;
 pub mod factors;
 pub mod fused_linear;
 pub mod fuzz;
+pub mod slices;
 pub mod small;
 pub mod values;
 pub mod wrong;

@@ -107,7 +107,16 @@ pub struct Call {
     pub is_of_other_table: bool,
     pub x: [usize; 3],
     pub y: [usize; 3],
+    /// If there are any: `y` is these matrices instead. Forward and accumulate then have two W.
+    pub y_slices: &'static [[usize; 3]],
     pub out: [usize; 3],
+}
+
+impl Call {
+    /// The matrices of W, of the layer's slices unless the layer is to refuse them.
+    pub fn num_w(&self) -> usize {
+        if self.y_slices.is_empty() { 1 } else { 2 }
+    }
 }
 
 /// Two models of equal layers, from two descriptions, on the first of two ranks.
@@ -187,7 +196,7 @@ fn fitting(op: Op, of: Of) -> Call {
         Op::Experts { at: Projection::Combine, .. } => [inter, down, rows],
         _ => [rows; 3],
     };
-    Call { op, of, tokens: TOKENS, is_f16: false, is_of_other_table: false, x, y, out }
+    Call { op, of, tokens: TOKENS, is_f16: false, is_of_other_table: false, x, y, y_slices: &[], out }
 }
 
 /// A matrix without its last column, and one without its last row.
@@ -258,12 +267,40 @@ fn of_experts_and_ranks() -> Vec<(Call, Option<OperandError>)> {
     calls
 }
 
+/// Matrices of slices, for layers of two slices of four outputs.
+fn of_slices() -> Vec<(Call, Option<OperandError>)> {
+    const HALF: [usize; 3] = [TOKENS, 4, 4];
+    const SPREAD: [usize; 3] = [TOKENS, 4, 6];
+    const W: [usize; 3] = [4, FEATURES, FEATURES];
+    let other_number = |got| Some(OperandError::Slices { operand: "y", got, want: 2 });
+    let mut calls = Vec::new();
+    let writing = [Op::AddDelta, Op::WriteDelta, Op::Expand, Op::Forward { w: W }, Op::Accumulate { w: W }];
+    for op in writing.into_iter().chain([Op::SiluMul]) {
+        let call = fitting(op, Of::Pair);
+        let of = |y_slices, error| (Call { y_slices, ..call }, error);
+        calls.extend([
+            of(&[HALF, SPREAD], None),
+            of(&[[TOKENS, 8, 8]], None),
+            of(&[HALF], Some(shape("y", HALF, [TOKENS, 8, 8]))),
+            of(&[HALF; 3], other_number(3)),
+            of(&[HALF; 9], other_number(9)),
+            of(&[[TOKENS, 5, 5], HALF], Some(shape("y[0]", [TOKENS, 5, 5], HALF))),
+            of(&[HALF, [TOKENS, 3, 3]], Some(shape("y[1]", [TOKENS, 3, 3], HALF))),
+            of(&[SPREAD, [TOKENS - 1, 4, 4]], Some(shape("y[1]", [TOKENS - 1, 4, 4], HALF))),
+        ]);
+    }
+    let of_one_slice = Call { y_slices: &[HALF; 2], ..fitting(Op::AddDelta, Of::One) };
+    calls.push((of_one_slice, Some(OperandError::Slices { operand: "y", got: 2, want: 1 })));
+    calls
+}
+
 /// Runs every call. Those that fit succeed, all others fail with the named error.
 pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
     const W: [usize; 3] = [8, FEATURES, FEATURES];
     const ROWS: [usize; 3] = [TOKENS, 8, 8];
     let ([narrow, short], apart) = (too_small(ROWS), [TOKENS, 8, 12]);
     let mut calls = of_experts_and_ranks();
+    calls.extend(of_slices());
     let linear = [Op::AddDelta, Op::WriteDelta, Op::Forward { w: W }, Op::Accumulate { w: W }];
     let after = [Op::Expand, Op::Embedding { ids: TOKENS }];
     for op in linear.into_iter().chain(after).chain([Op::SiluMul]) {
@@ -303,7 +340,10 @@ pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
     calls.push((fitting(Op::Embedding { ids: 2 }, Of::One), Some(ids)));
     let rows_of = |operand| OperandError::MisalignedRows { operand, alignment: 16, stride_bytes: 24 };
     calls.push((Call { x: apart, ..fitting(Op::Forward { w: W }, Of::One) }, Some(rows_of("x"))));
-    calls.push((fitting(Op::Forward { w: [4, 8, 12] }, Of::Pair), Some(OperandError::Slices { got: 1, want: 2 })));
+    calls.push((
+        fitting(Op::Forward { w: [4, 8, 12] }, Of::Pair),
+        Some(OperandError::Slices { operand: "W", got: 1, want: 2 }),
+    ));
     calls.push((fitting(Op::Forward { w: [4, 8, 12] }, Of::One), Some(shape("W", [4, 8, 12], W))));
     let odd = PlanError::Multiple { what: "in_features", value: 12, of: 8 };
     calls.push((fitting(Op::Forward { w: [8, 8, 8] }, Of::Odd), Some(odd.into())));

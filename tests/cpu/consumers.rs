@@ -7,6 +7,7 @@ use crate::{
         consumers::{Case, Consumed, World, cases},
         cpu::{matrix, matrix_mut, table},
         dense::Sizes,
+        slices::SliceBuffers,
     },
     for_dtype,
 };
@@ -31,7 +32,10 @@ impl Subject<Consumed> for Cpu {
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let layer = LoraLinear::new(&weights, world.id).unwrap();
         let shrunk = layer.shrink(&mut step, matrix(&world.x, case.x())).unwrap();
-        shrunk.silu_mul(matrix(&world.y, case.y()), matrix_mut(&mut out, case.out())).unwrap();
+        let inputs = SliceBuffers::new(&world.y, case.y(), &case.dense.slices(), case.separate);
+        let buffers = inputs.buffers();
+        let y = inputs.matrices(&buffers, |buffer, place| matrix(buffer, place));
+        shrunk.silu_mul(y, matrix_mut(&mut out, case.out())).unwrap();
         out
     }
 }
@@ -41,6 +45,11 @@ proptest! {
     fn consumers_agree_with_the_reference(case in cases(Sizes::SMALL)) {
         let case = Case::from_environment().unwrap_or(case);
         for_dtype!(case.check(&mut Cpu))?;
+    }
+
+    #[test]
+    fn gate_and_up_apart_have_the_bits_of_one_matrix(case in cases(Sizes::SMALL)) {
+        for_dtype!(case.check_separate(&mut Cpu))?;
     }
 
     /// A token's result has the same bits alone as in any batch, and a base token's as in a batch without adapters.

@@ -8,6 +8,7 @@ use crate::{
         cpu::{matrix, matrix_mut, table},
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
+        slices::SliceBuffers,
         values::Values,
     },
     for_dtype,
@@ -29,7 +30,7 @@ struct Cpu;
 
 impl Subject<Fused> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let (base, mut buffer) = (case.base::<T>(case.values), world.y.clone());
+        let base = case.base::<T>(case.values);
         let weights = table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
         let slices = base.slices.iter().map(|(place, w)| matrix(w, *place));
         let layer = FusedLinear::new(&weights, world.id, slices).unwrap();
@@ -40,13 +41,16 @@ impl Subject<Fused> for Cpu {
         let slots = world.known_slots();
         let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
+        let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate);
+        let mut buffers = outputs.buffers();
+        let y = outputs.matrices(&mut buffers, |buffer, place| matrix_mut(buffer, place));
+        let x = matrix(&world.x, case.x());
         if case.accumulates {
             layer.accumulate(&mut step, x, y).unwrap();
         } else {
             layer.forward(&mut step, x, y).unwrap();
         }
-        buffer
+        outputs.merged(buffers)
     }
 }
 
@@ -63,6 +67,11 @@ proptest! {
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
         let case = Case::from_environment().unwrap_or(case);
         for_dtype!(case.check(&mut Cpu))?;
+    }
+
+    #[test]
+    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes::SMALL)) {
+        for_dtype!(case.check_separate(&mut Cpu))?;
     }
 
     /// A token's result has the same bits in any batch, even if no other token has an adapter.
@@ -203,8 +212,8 @@ fn operands_that_do_not_fit_are_refused_by_name() {
         Err(OperandError::Shape { operand, rows, cols, want_rows, want_cols })
     };
     assert_eq!(new(&[w(2, 8), w(1, 8)]), Ok(()));
-    assert_eq!(new(&[w(2, 8)]), Err(OperandError::Slices { got: 1, want: 2 }));
-    assert_eq!(new(&[w(2, 8), w(1, 8), w(1, 8)]), Err(OperandError::Slices { got: 3, want: 2 }));
+    assert_eq!(new(&[w(2, 8)]), Err(OperandError::Slices { operand: "W", got: 1, want: 2 }));
+    assert_eq!(new(&[w(2, 8), w(1, 8), w(1, 8)]), Err(OperandError::Slices { operand: "W", got: 3, want: 2 }));
     assert_eq!(new(&[w(2, 8), w(2, 8)]), shape("W", [2, 8], [1, 8]));
     assert_eq!(new(&[w(2, 7), w(1, 8)]), shape("W", [2, 7], [2, 8]));
     assert_eq!(FusedLinear::new(&weights, other_id, [w(2, 8), w(1, 8)]).unwrap_err(), PlanError::Foreign.into());

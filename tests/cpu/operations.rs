@@ -5,6 +5,7 @@ use crate::{
         case::Subject,
         cpu::{matrix, matrix_mut, table},
         dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
+        slices::SliceBuffers,
     },
     for_dtype,
 };
@@ -28,18 +29,22 @@ struct Cpu {
 
 impl Subject<Dense> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
-        let (tokens, mut buffer) = (case.num_tokens(), world.y.clone());
+        let tokens = case.num_tokens();
         let weights = table(&world.model, T::DTYPE, world.capacity(tokens), &world.adapters);
         let slots = world.known_slots();
         let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let (x, y) = (matrix(&world.x, case.x()), matrix_mut(&mut buffer, case.y()));
+        let x = matrix(&world.x, case.x());
         match world.id {
             Site::Embedding(id) => {
-                let layer = LoraEmbedding::new(&weights, id).unwrap();
-                layer.add_delta(&mut step, &case.token_ids(), y).unwrap();
+                let (layer, mut buffer) = (LoraEmbedding::new(&weights, id).unwrap(), world.y.clone());
+                layer.add_delta(&mut step, &case.token_ids(), matrix_mut(&mut buffer, case.y())).unwrap();
+                buffer
             }
             Site::Linear(id) => {
+                let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate);
+                let mut buffers = outputs.buffers();
+                let y = outputs.matrices(&mut buffers, |buffer, place| matrix_mut(buffer, place));
                 let layer = LoraLinear::new(&weights, id).unwrap();
                 if self.apart {
                     layer.shrink(&mut step, x).unwrap().expand(y).unwrap();
@@ -48,9 +53,9 @@ impl Subject<Dense> for Cpu {
                 } else {
                     layer.add_delta(&mut step, x, y).unwrap();
                 }
+                outputs.merged(buffers)
             }
         }
-        buffer
     }
 }
 
@@ -66,6 +71,11 @@ proptest! {
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL), apart: bool) {
         let case = Case::from_environment().unwrap_or(case);
         for_dtype!(case.check(&mut Cpu { apart, ..Cpu::default() }))?;
+    }
+
+    #[test]
+    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes::SMALL), apart: bool, overwrites: bool) {
+        for_dtype!(case.check_separate(&mut Cpu { apart, overwrites }))?;
     }
 
     #[test]

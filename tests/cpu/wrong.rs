@@ -1,7 +1,7 @@
 //! The CPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, Slot,
+    Element, Slices, Slot,
     cpu::{FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
     routing::{Batch, TopK},
@@ -17,32 +17,55 @@ fn to<T: Element>(data: &mut [T], [rows, cols, stride]: [usize; 3]) -> Result<Ma
     MatrixMut::strided(data, rows, cols, stride)
 }
 
+/// The matrix of all slices, or one of each.
+fn ys<'a, T: Element>(
+    whole: &'a mut [T],
+    parts: &'a mut [[T; LEN]],
+    call: Call,
+) -> Result<Slices<MatrixMut<'a, T>>, OperandError> {
+    if call.y_slices.is_empty() {
+        return Ok(to(whole, call.y)?.into());
+    }
+    parts.iter_mut().zip(call.y_slices).map(|(part, shape)| to(part, *shape)).collect()
+}
+
 fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
     let [own, other] = world.models.each_ref().map(|model| table(model, World::dtype(), World::capacity(), &[]));
     let (slots, mut workspace) = (vec![Slot::new(0); call.tokens], Workspace::default());
     let (inputs, seven, ids) = ([T::from_f32(1.0); LEN], T::from_f32(7.0), [0; LEN]);
     let (ones, rows): ([f32; LEN], Vec<i32>) = ([1.0; LEN], (0..LEN as i32).collect());
     let (mut y, mut out, mut v) = ([seven; LEN], [seven; LEN], [7.0_f32; LEN]);
+    let mut parts = vec![[seven; LEN]; call.y_slices.len()];
     let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(&inputs, rows, cols, stride);
     let result = (|| -> Result<(), OperandError> {
         let batch = Batch::new(&slots);
         let linear = || LoraLinear::new(&own, world.id(call.of));
         let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
+        let ws = |w| (0..call.num_w()).map(|_| matrix(w)).collect::<Result<Vec<_>, _>>();
+        let (whole, parts) = (&mut y, &mut parts);
         match call.op {
-            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, to(&mut y, call.y)?),
-            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, to(&mut y, call.y)?),
-            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(to(&mut y, call.y)?),
+            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, ys(whole, parts, call)?),
+            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, ys(whole, parts, call)?),
+            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(ys(whole, parts, call)?),
             Op::SiluMul => {
-                linear()?.shrink(&mut step, matrix(call.x)?)?.silu_mul(matrix(call.y)?, to(&mut out, call.out)?)
+                let (layer, out) = (linear()?, to(&mut out, call.out)?);
+                let shrunk = layer.shrink(&mut step, matrix(call.x)?)?;
+                if call.y_slices.is_empty() {
+                    return shrunk.silu_mul(matrix(call.y)?, out);
+                }
+                shrunk
+                    .silu_mul(call.y_slices.iter().map(|shape| matrix(*shape)).collect::<Result<Slices<_>, _>>()?, out)
             }
-            Op::Forward { w } => {
-                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
-                layer.forward(&mut step, matrix(call.x)?, to(&mut y, call.y)?)
-            }
-            Op::Accumulate { w } => {
-                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
-                layer.accumulate(&mut step, matrix(call.x)?, to(&mut y, call.y)?)
-            }
+            Op::Forward { w } => FusedLinear::new(&own, world.id(call.of), ws(w)?)?.forward(
+                &mut step,
+                matrix(call.x)?,
+                ys(whole, parts, call)?,
+            ),
+            Op::Accumulate { w } => FusedLinear::new(&own, world.id(call.of), ws(w)?)?.accumulate(
+                &mut step,
+                matrix(call.x)?,
+                ys(whole, parts, call)?,
+            ),
             Op::Embedding { ids: num_ids } => {
                 let layer = LoraEmbedding::new(&own, world.embedding(call.of))?;
                 layer.add_delta(&mut step, &ids[..num_ids], to(&mut y, call.y)?)
@@ -74,7 +97,7 @@ fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
             }
         }
     })();
-    let is_unchanged = [y, out].concat().iter().all(|value| *value == seven) && v == [7.0; LEN];
+    let is_unchanged = [&[y, out][..], &parts].concat().concat().iter().all(|value| *value == seven) && v == [7.0; LEN];
     assert!(result.is_ok() || is_unchanged, "{call:?}");
     result
 }

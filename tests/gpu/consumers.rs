@@ -20,6 +20,7 @@ use crate::{
         consumers::{Case, Consumed, World, cases},
         dense::Sizes,
         factors::{Modules, fill, neighbour},
+        slices::SliceBuffers,
         small::choose,
         values::{Dtype, Values},
     },
@@ -28,7 +29,7 @@ use crate::{
     hot_path::allocations,
     operations::{
         PoisonedRouting, PoisonedTable, Raw, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix,
-        raw_matrix_mut, table,
+        raw_matrix_mut, table, upload_all,
     },
 };
 
@@ -46,13 +47,16 @@ impl Subject<Consumed> for Safe<'_> {
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let slots = world.known_slots();
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
-        let [x, y, mut out] = [&world.x, &world.y, &world.out].map(|values: &Vec<T>| self.gpu.upload(values));
-        let (x_view, y_view, mut out_view) = (x.view::<T>(), y.view::<T>(), out.view_mut::<T>());
+        let [x, mut out] = [&world.x, &world.out].map(|values: &Vec<T>| self.gpu.upload(values));
+        let (x_view, mut out_view) = (x.view::<T>(), out.view_mut::<T>());
+        let inputs = SliceBuffers::new(&world.y, case.y(), &case.dense.slices(), case.separate);
+        let buffers = upload_all(self.gpu, &inputs);
+        let views: Vec<_> = buffers.iter().map(Buffer::view::<T>).collect();
         let mut workspace = Workspace::new(&weights).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let layer = LoraLinear::new(&weights, world.id).unwrap();
         let shrunk = layer.shrink(&mut step, matrix(&x_view, case.x())).unwrap();
-        shrunk.silu_mul(matrix(&y_view, case.y()), matrix_mut(&mut out_view, case.out())).unwrap();
+        shrunk.silu_mul(inputs.matrices(&views, matrix), matrix_mut(&mut out_view, case.out())).unwrap();
         out.read()
     }
 }
@@ -69,12 +73,15 @@ impl Subject<Consumed> for Raw<'_> {
 
         // Padded rows hold NaN, and must not change.
         let padded = |values: &[T], place: Place| {
-            gpu.upload(&[values, &vec![T::from_f32(f32::NAN); self.padded_tokens * place.stride]].concat())
+            [values, &vec![T::from_f32(f32::NAN); self.padded_tokens * place.stride]].concat()
         };
-        let (x, y) = (padded(&world.x, case.x()), padded(&world.y, case.y()));
-        let out = padded(&world.out, case.out());
+        let [x, out] = [(&world.x, case.x()), (&world.out, case.out())]
+            .map(|(values, place): (&Vec<T>, _)| gpu.upload(&padded(values, place)));
         let grown = |place: Place| Place { rows: tokens, ..place };
-        let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix::<T>(&y, grown(case.y())));
+        let (x_matrix, y) = (raw_matrix::<T>(&x, grown(case.x())), padded(&world.y, case.y()));
+        let inputs = SliceBuffers::new(&y, grown(case.y()), &case.dense.slices(), case.separate);
+        let y_buffers = upload_all(gpu, &inputs);
+        let y_matrices = inputs.matrices(&y_buffers, raw_matrix::<T>);
         let out_matrix = raw_matrix_mut::<T>(&out, grown(case.out()));
         let linear = LoraLinear::for_model(&gpu.kernels, model, world.id, T::DTYPE, capacity).unwrap();
         let bytes = linear.plan().workspace_bytes();
@@ -87,7 +94,7 @@ impl Subject<Consumed> for Raw<'_> {
             // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
             unsafe { linear.shrink_raw(&step, x_matrix) }.unwrap();
             // SAFETY: as above.
-            unsafe { linear.silu_mul_raw(&step, y_matrix, out_matrix) }.unwrap();
+            unsafe { linear.silu_mul_raw(&step, y_matrices, out_matrix) }.unwrap();
         };
         if self.captured {
             gpu.capture(launch).replay();
@@ -119,6 +126,29 @@ fn consumers_of_the_raw_api_agree_with_the_reference() {
         let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured }))
     });
+}
+
+/// Gate and up in buffers of their own give the bits of one matrix of both, in every kernel.
+#[test]
+#[ignore = "needs a GPU"]
+fn gate_and_up_apart_have_the_bits_of_one_matrix() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
+        case.check_separate::<T>(&mut Safe { gpu })?;
+        case.check_separate::<T>(&mut Raw { gpu, padded_tokens, captured: true })
+    }
+    let gpu = Gpu::new();
+    property(100, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case, 0)));
+    property(40, cases(Sizes::of_many_tokens()), |case| for_dtype!(case, run(&gpu, &case, 0)));
+    for dtype in DTYPES {
+        // Aligned and misaligned rows, with B staged and in place.
+        for (features, ranks) in [(512, [16, 8]), (1000, [64, 128]), (33, [3, 0]), (264, [200, 130])] {
+            let slots = (0..40).map(|token| token % 3 - 1).collect();
+            let case = Case { dtype, ..Case::consumed(72, features, &[ranks, [0, 5]], slots) };
+            for padded_tokens in [0, choose(600, 520)] {
+                for_dtype!(case, run(&gpu, &case, padded_tokens)).unwrap();
+            }
+        }
+    }
 }
 
 /// Wide tiles, with all scales and strides.

@@ -5,9 +5,11 @@ use aril::{
     DType, Element, Slot,
     adapter::Adapter,
     cpu,
-    cuda::{Buffer, FullyShardedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace},
+    cuda::{
+        Buffer, FullyShardedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
+    },
     error::OperandError,
-    model::{Collective, Linear, LinearId, LinearSite, Model, ModelSpec, Parallel, Shard, TpRank},
+    model::{Collective, Linear, LinearId, LinearSite, Model, ModelSpec, Parallel, Shard, SliceSite, TpRank},
     plan::{Capacity, PlanError},
     reference::{self, Factors},
     routing::Batch,
@@ -19,7 +21,8 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use crate::{
     common::{
         adapters::{Lora, parts, round},
-        compare::{Expected, expect_sum},
+        compare::{Expected, Place, expect_sum},
+        slices::SliceBuffers,
         small::choose,
         values::Values,
     },
@@ -141,6 +144,8 @@ struct Rank<T> {
     received: Buffer<f32>,
     y: Buffer<T>,
     shape: Shape,
+    /// Outputs of each slice.
+    slices: Vec<usize>,
 }
 
 /// Extents of the operands.
@@ -167,18 +172,13 @@ impl<T: Float> Rank<T> {
             sent: exchange.sent(tokens, world.max_rank),
             received: exchange.received(tokens, world.max_rank),
         };
-        let nan = |[rows, cols]: [usize; 2]| {
-            let mut buffer = Buffer::zeros(&gpu.queue, rows * cols).unwrap();
-            buffer.write(&vec![f32::NAN; rows * cols]).unwrap();
-            buffer
-        };
-        let mut x = Buffer::zeros(&gpu.queue, tokens * shape.inputs).unwrap();
-        x.write(&batch.x_of(site, world.inputs)).unwrap();
+        let nan = |[rows, cols]: [usize; 2]| filled(&gpu.queue, &vec![f32::NAN; rows * cols]);
         Self {
+            slices: site.slices().iter().map(SliceSite::out_features).collect(),
             layer: FullyShardedLinear::new(&weights, world.id).unwrap(),
             routing: Routing::new(&gpu.queue, weights.capacity(), 2).unwrap(),
             workspace: Workspace::new(&weights).unwrap(),
-            x,
+            x: filled(&gpu.queue, &batch.x_of(site, world.inputs)),
             sent: nan(shape.sent),
             received: nan(shape.received),
             y: Buffer::zeros(&gpu.queue, tokens * shape.outputs).unwrap(),
@@ -198,7 +198,7 @@ impl<T: Float> Rank<T> {
     }
 
     fn expand(&mut self, slots: &[Slot], v: &[f32], y: &[T]) -> Vec<T> {
-        let Self { weights, layer, routing, workspace, received, y: y_buffer, shape, .. } = self;
+        let Self { weights, layer, routing, workspace, received, y: y_buffer, shape, slices, .. } = self;
         received.write(v).unwrap();
         y_buffer.write(y).unwrap();
         let batch = routing.update(&Batch::new(slots)).unwrap();
@@ -206,8 +206,28 @@ impl<T: Float> Rank<T> {
         let [rows, cols] = shape.received;
         let v = Matrix::new(&*received, rows, cols).unwrap();
         layer.expand(&step, v, MatrixMut::new(&mut *y_buffer, shape.tokens, shape.outputs).unwrap()).unwrap();
-        read(y_buffer)
+        let fused = read(y_buffer);
+
+        // The same with a buffer for each slice.
+        let place = Place { offset: 0, rows: shape.tokens, cols: shape.outputs, stride: shape.outputs };
+        let outputs = SliceBuffers::new(y, place, slices, true);
+        let mut buffers: Vec<Buffer<T>> = outputs.buffers().iter().map(|part| filled(weights.queue(), part)).collect();
+        let y = outputs.matrices(&mut buffers, |buffer, Place { offset, rows, cols, stride }| {
+            let end = buffer.len();
+            MatrixMut::strided(buffer.slice_mut(offset..end), rows, cols, stride).unwrap()
+        });
+        let v = Matrix::new(&*received, rows, cols).unwrap();
+        layer.expand(&step, v, y).unwrap();
+        let separate = outputs.merged(buffers.iter().map(read).collect());
+        assert_eq!(bytemuck::cast_slice::<T, u8>(&fused), bytemuck::cast_slice::<T, u8>(&separate));
+        fused
     }
+}
+
+fn filled<T: Float>(queue: &Queue, values: &[T]) -> Buffer<T> {
+    let mut buffer = Buffer::zeros(queue, values.len()).unwrap();
+    buffer.write(values).unwrap();
+    buffer
 }
 
 fn read<T: Float>(buffer: &Buffer<T>) -> Vec<T> {
@@ -430,7 +450,7 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
         let mut rank = Rank::new(&gpu, &world, 1, &batch);
         rank.received.write(&v).unwrap();
         rank.y.write(&y[1]).unwrap();
-        let Rank { weights, layer, routing, workspace, x, sent, received, y, shape } = &mut rank;
+        let Rank { weights, layer, routing, workspace, x, sent, received, y, shape, .. } = &mut rank;
         let mut graph = weights
             .capture(routing, tokens, workspace, |step| -> Result<(), LaunchError> {
                 let ([rows, cols], [v_rows, v_cols]) = (shape.sent, shape.received);

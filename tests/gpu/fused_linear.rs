@@ -26,12 +26,16 @@ use crate::{
         compare::{Expected, Place, compare},
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
+        slices::SliceBuffers,
         small::choose,
         values::{Dtype, Values},
     },
-    device::{Gpu, load_slots},
+    device::{self, Gpu, load_slots},
     for_dtype,
-    operations::{PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut},
+    operations::{
+        PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut, read_all,
+        upload_all,
+    },
     safe_api::{near, take_or_refuse},
 };
 
@@ -82,17 +86,21 @@ impl Subject<Fused> for Safe<'_> {
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
         let slots = world.known_slots();
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
-        let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&world.y));
-        let (x_view, mut y_view): (CudaView<'_, T>, _) = (x.view(), y.view_mut::<T>());
-        let (x_matrix, y_matrix) = (matrix(&x_view, case.x()), matrix_mut(&mut y_view, case.y()));
+        let x = gpu.upload(&world.x);
+        let x_view: CudaView<'_, T> = x.view();
+        let x_matrix = matrix(&x_view, case.x());
+        let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate);
+        let mut buffers = upload_all(gpu, &outputs);
+        let mut views: Vec<_> = buffers.iter_mut().map(device::Buffer::view_mut::<T>).collect();
+        let y = outputs.matrices(&mut views, matrix_mut);
         let mut workspace = Workspace::new(&weights).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         if case.accumulates {
-            layer.accumulate(&mut step, x_matrix, y_matrix).unwrap();
+            layer.accumulate(&mut step, x_matrix, y).unwrap();
         } else {
-            layer.forward(&mut step, x_matrix, y_matrix).unwrap();
+            layer.forward(&mut step, x_matrix, y).unwrap();
         }
-        y.read()
+        outputs.merged(read_all(&buffers))
     }
 }
 
@@ -125,19 +133,22 @@ impl Subject<Fused> for Raw<'_> {
         let ends = [case.x(), case.y()].map(|place| (place.at(live, 0), padded * place.stride));
         x.splice(ends[0].0..ends[0].0, vec![T::from_f32(f32::NAN); ends[0].1]);
         y.splice(ends[1].0..ends[1].0, vec![T::from_f32(7.0); ends[1].1]);
-        let (x, y) = (gpu.upload(&x), gpu.upload(&y));
+        let x = gpu.upload(&x);
         let grown = |place: Place| Place { rows: tokens, ..place };
-        let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix_mut::<T>(&y, grown(case.y())));
+        let x_matrix = raw_matrix::<T>(&x, grown(case.x()));
+        let outputs = SliceBuffers::new(&y, grown(case.y()), &case.slices(), case.separate);
+        let buffers = upload_all(gpu, &outputs);
+        let y = outputs.matrices(&buffers, raw_matrix_mut::<T>);
         let mailbox = mailbox_of_garbage(gpu, layer.plan().workspace_bytes_for(tokens).mailbox);
         let workspace = raw::Workspace { mailbox: mailbox.region(), partials: raw::DeviceRegion { ptr: 0, bytes: 0 } };
         let step = raw::Step::new(table, batch, workspace, stream);
         let launch = || {
             if case.accumulates {
                 // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-                unsafe { layer.accumulate(&step, x_matrix, y_matrix) }.unwrap();
+                unsafe { layer.accumulate(&step, x_matrix, y) }.unwrap();
             } else {
                 // SAFETY: as above.
-                unsafe { layer.forward(&step, x_matrix, y_matrix) }.unwrap();
+                unsafe { layer.forward(&step, x_matrix, y) }.unwrap();
             }
         };
         if self.captured {
@@ -145,7 +156,7 @@ impl Subject<Fused> for Raw<'_> {
         } else {
             launch();
         }
-        let mut result = y.read::<T>();
+        let mut result = outputs.merged(read_all::<T>(&buffers));
         let (first, len) = ends[1];
         let padded: Vec<T> = result.drain(first..first + len).collect();
         for row in padded.chunks(case.y().stride) {
@@ -173,6 +184,29 @@ fn the_raw_door_agrees_with_the_reference() {
 fn the_safe_api_agrees_with_the_reference() {
     let gpu = Gpu::new();
     property(100, cases(sizes()), |case| for_dtype!(case.check(&mut Safe { gpu: &gpu })));
+}
+
+/// A `y` for each slice gives the bits of one for all, and no operation writes around them.
+#[test]
+#[ignore = "needs a GPU"]
+fn separate_outputs_have_the_bits_of_a_fused_one() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
+        case.check_separate::<T>(&mut Safe { gpu })?;
+        case.check_separate::<T>(&mut Raw { captured: true, ..Raw::eager(gpu) })
+    }
+    let gpu = Gpu::new();
+    property(80, cases(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
+    // Aligned and misaligned pairs of outputs, in both kinds of multipliers.
+    for tokens in [8, 16, 32, 64] {
+        for (dtype, slices) in [(Dtype::BF16, [512, 128, 128]), (Dtype::F16, [33, 70, 17])] {
+            let slots = (0..tokens).map(|token| token % 4 - 1).collect();
+            let dense = dense::Case::linear(264, &slices, &[&[16, 8, 1], &[0, 64, 3], &[5, 0, 0]], slots);
+            for accumulates in [false, true] {
+                let case = Case::fused(dense::Case { dtype, ..dense.clone() }, accumulates);
+                for_dtype!(case, run(&gpu, &case)).unwrap();
+            }
+        }
+    }
 }
 
 /// Boundaries of a tile of W, of a cluster's K and of a slice: exact sums of integers.
@@ -521,7 +555,7 @@ fn the_raw_door_refuses_by_name() {
         if stride_bytes == 2 * (IN + 1));
     assert!(is_of_rows, "{error}");
     let error = refused(&w[..1]);
-    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { got: 1, want: 2 })), "{error}");
+    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { operand: "W", got: 1, want: 2 })), "{error}");
     let error = refused(&[w[1], w[0]]);
     let is_of_shape = |error: &LaunchError, name: &str| matches!(error, LaunchError::Operand(OperandError::Shape { operand, .. }) if *operand == name);
     assert!(is_of_shape(&error, "W"), "{error}");
@@ -581,6 +615,12 @@ fn the_raw_door_refuses_by_name() {
     let f32_y = raw::MatrixMut::new::<f32>(y.address(), 3, OUTS);
     let error = run(&tables[0], 3, x_at(0, 3), f32_y, workspace);
     assert!(is_of_type(&error, "y"), "{error}");
+    let step = raw::Step::new(tables[0].raw(), routing.capture_batch(3).unwrap(), workspace, gpu.raw_stream());
+    let second = raw::MatrixMut::new::<f32>(y.address() + (1 << 10), 3, OUT[1]);
+    // SAFETY: as above.
+    let error =
+        unsafe { layer.forward(&step, x_at(0, 3), [raw::MatrixMut::new::<bf16>(y.address(), 3, OUT[0]), second]) };
+    assert!(is_of_type(&error.unwrap_err(), "y[1]"));
     let error = run(&tables[1], 3, x_at(0, 3), y_of(3), workspace);
     assert!(matches!(error, LaunchError::Operand(OperandError::Model)), "{error}");
     let error = run(&tables[2], 3, x_at(0, 3), y_of(3), workspace);
@@ -629,7 +669,7 @@ fn the_safe_api_refuses_by_name() {
     let error = new([w(0, OUT[1]), w(0, OUT[1])]).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::Shape { operand: "W", .. })), "{error}");
     let error = FusedLinear::new(&weights, id, [w(0, OUT[0])]).unwrap_err();
-    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { got: 1, want: 2 })), "{error}");
+    assert!(matches!(error, LaunchError::Operand(OperandError::Slices { operand: "W", got: 1, want: 2 })), "{error}");
     let error = new([Matrix::new(&foreign_values, OUT[0], IN).unwrap(), w(0, OUT[1])]).unwrap_err();
     assert!(matches!(error, LaunchError::WrongContext { operand: "W" }), "{error}");
     let error = new([w(0, OUT[0]), Matrix::new(&other_buffer, OUT[1], IN).unwrap()]).unwrap_err();
@@ -675,6 +715,10 @@ fn the_safe_api_refuses_by_name() {
     assert!(matches!(error, LaunchError::WrongStream { operand: "x" }), "{error}");
     assert!(y.read::<bf16>().iter().all(|&y| y == bf16::ONE));
 
+    let (batch, mut other_y) = (routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap(), other_buffer);
+    let ys = [MatrixMut::new(y.view_mut(), 3, OUT[0]).unwrap(), MatrixMut::new(&mut other_y, 3, OUT[1]).unwrap()];
+    let error = layer.forward(&mut weights.step(&batch, &mut workspace).unwrap(), w(0, 3), ys).unwrap_err();
+    assert!(matches!(error, LaunchError::WrongStream { operand: "y[1]" }), "{error}");
     let batch = routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap();
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     gpu.synchronize();

@@ -16,6 +16,7 @@ use crate::{
         case::{self, Layer, Subject},
         compare::Place,
         dense::{Case, Dense, Op, Site, Sizes, World, cases, check_overwriting},
+        slices::SliceBuffers,
         small::{self, choose},
         values::{Dtype, Values},
     },
@@ -48,27 +49,30 @@ impl Subject<Dense> for Safe<'_> {
         let slots = world.known_slots();
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
 
-        let (x, mut y, ids) =
-            (self.gpu.upload(&world.x), self.gpu.upload(&world.y), self.gpu.upload(&case.token_ids()));
-        let (x_view, mut y_view) = (x.view::<T>(), y.view_mut::<T>());
-        let (x_matrix, y_matrix) = (matrix(&x_view, case.x()), matrix_mut(&mut y_view, case.y()));
+        let (x, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&case.token_ids()));
+        let x_view = x.view::<T>();
+        let x_matrix = matrix(&x_view, case.x());
+        let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate && case.is_linear());
+        let mut buffers = upload_all(self.gpu, &outputs);
+        let mut views: Vec<_> = buffers.iter_mut().map(Buffer::view_mut::<T>).collect();
         let mut workspace = Workspace::new(&weights).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         match world.id {
             Site::Embedding(id) => {
                 let layer = LoraEmbedding::new(&weights, id).unwrap();
-                layer.add_delta(&mut step, ids.view(), y_matrix).unwrap();
+                layer.add_delta(&mut step, ids.view(), matrix_mut(&mut views[0], case.y())).unwrap();
             }
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
+                let y = outputs.matrices(&mut views, matrix_mut);
                 if self.apart {
-                    layer.shrink(&mut step, x_matrix).unwrap().expand(y_matrix).unwrap();
+                    layer.shrink(&mut step, x_matrix).unwrap().expand(y).unwrap();
                 } else {
-                    layer.add_delta(&mut step, x_matrix, y_matrix).unwrap();
+                    layer.add_delta(&mut step, x_matrix, y).unwrap();
                 }
             }
         }
-        y.read()
+        outputs.merged(read_all(&buffers))
     }
 }
 
@@ -146,6 +150,14 @@ pub fn matrix_mut<'a, T: Element>(buffer: &'a mut CudaViewMut<'_, T>, place: Pla
     MatrixMut::strided(buffer.slice_mut(place.offset..), place.rows, place.cols, place.stride).unwrap()
 }
 
+pub fn upload_all<T: Element>(gpu: &Gpu, outputs: &SliceBuffers<T>) -> Vec<Buffer> {
+    outputs.buffers().iter().map(|buffer| gpu.upload(buffer)).collect()
+}
+
+pub fn read_all<T: Element>(buffers: &[Buffer]) -> Vec<Vec<T>> {
+    buffers.iter().map(Buffer::read).collect()
+}
+
 pub fn raw_matrix<T: Element>(buffer: &Buffer, place: Place) -> raw::MatrixRef {
     let address = buffer.address() + (place.offset * size_of::<T>()) as u64;
     raw::MatrixRef::new::<T>(address, place.rows, place.cols).row_stride(place.stride)
@@ -208,22 +220,26 @@ impl Raw<'_> {
         // Padded rows hold NaN and must not change.
         let padding = |stride: usize| vec![T::from_f32(f32::NAN); self.padded_tokens * stride];
         let x = gpu.upload(&[&world.x[..], &padding(case.x().stride)].concat());
-        let y = gpu.upload(&[&world.y[..], &padding(case.y().stride)].concat());
         let ids = gpu.upload(&[&case.token_ids()[..], &vec![0; self.padded_tokens]].concat());
         let grown = |place: Place| Place { rows: tokens, ..place };
-        let (x_matrix, y_matrix) = (raw_matrix::<T>(&x, grown(case.x())), raw_matrix_mut::<T>(&y, grown(case.y())));
+        let x_matrix = raw_matrix::<T>(&x, grown(case.x()));
+        let y = [&world.y[..], &padding(case.y().stride)].concat();
+        let separate = case.separate && case.is_linear();
+        let outputs = SliceBuffers::new(&y, grown(case.y()), &case.slices(), separate);
+        let buffers = upload_all(gpu, &outputs);
+        let y = outputs.matrices(&buffers, raw_matrix_mut::<T>);
         let weights = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
         let step = |region| raw::Step::new(weights, batch, region, stream);
         let workspace;
         let launch: Box<dyn Fn()> = match world.id {
             Site::Embedding(id) => {
-                let ids = &ids;
+                let (ids, y) = (&ids, raw_matrix_mut::<T>(&buffers[0], grown(case.y())));
                 let embedding = LoraEmbedding::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
                 let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
                 let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
                     // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
-                    unsafe { embedding.add_delta_raw(&step, ids.address(), y_matrix) }.unwrap();
+                    unsafe { embedding.add_delta_raw(&step, ids.address(), y) }.unwrap();
                 })
             }
             Site::Linear(id) => {
@@ -235,14 +251,14 @@ impl Raw<'_> {
                 Box::new(move || {
                     match form {
                         // SAFETY: as above.
-                        Form::Adds => unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) },
+                        Form::Adds => unsafe { linear.add_delta_raw(&step, x_matrix, y) },
                         // SAFETY: as above.
-                        Form::Overwrites => unsafe { linear.write_delta_raw(&step, x_matrix, y_matrix) },
+                        Form::Overwrites => unsafe { linear.write_delta_raw(&step, x_matrix, y) },
                         Form::Apart => {
                             // SAFETY: as above.
                             unsafe { linear.shrink_raw(&step, x_matrix) }.unwrap();
                             // SAFETY: as above.
-                            unsafe { linear.expand_raw(&step, y_matrix) }
+                            unsafe { linear.expand_raw(&step, y) }
                         }
                     }
                     .unwrap();
@@ -254,7 +270,7 @@ impl Raw<'_> {
         } else {
             launch()
         }
-        let mut result = y.read::<T>();
+        let mut result = outputs.merged(read_all::<T>(&buffers));
         let padded = result.split_off(world.y.len());
         assert!(padded.iter().all(|value| value.to_f32().is_nan()), "a padded row was written\n{}", case.replay());
         result
@@ -306,6 +322,36 @@ fn the_raw_door_agrees_with_the_reference() {
         let (padded_tokens, captured) = ((case.seed % 5) as usize * 7, case.seed % 2 == 0);
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens, captured }))
     });
+}
+
+/// A `y` for each slice gives the bits of one for all, in every kernel, and no operation writes around them.
+#[test]
+#[ignore = "needs a GPU"]
+fn separate_outputs_have_the_bits_of_a_fused_one() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
+        let raw = |captured| Raw { gpu, padded_tokens, captured };
+        case.check_separate::<T>(&mut Safe { gpu, apart: case.seed.is_multiple_of(2) })?;
+        case.check_separate::<T>(&mut raw(true))?;
+        case.check_separate::<T>(&mut Overwriting(raw(false)))?;
+        case.check_separate::<T>(&mut Beside(raw(false)))
+    }
+    let gpu = Gpu::new();
+    let linears = |sizes: Sizes| cases(sizes).prop_filter("embeddings have no slices", |case| case.is_linear());
+    property(100, linears(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case, 0)));
+    property(40, linears(Sizes::of_many_tokens()), |case| for_dtype!(case, run(&gpu, &case, 0)));
+    // Aligned and misaligned, up to the most slices, in small_m, large_m and the kernels of high ranks.
+    let corners = Case::of_many_slices(choose(&[1, 19, 64, 513], &[1, 19]));
+    for case in corners.into_iter().chain([16, 64, 200].map(qkv)) {
+        for padded_tokens in [0, choose(600, 520)] {
+            for_dtype!(case, run(&gpu, &case, padded_tokens)).unwrap();
+        }
+    }
+}
+
+/// Aligned q, k and v of adapters up to this rank.
+fn qkv(rank: usize) -> Case {
+    let slots = (0..40).map(|token| token % 4 - 1).collect();
+    Case::linear(264, &[512, 128, 128], &[&[rank, rank, 8], &[0, rank, 1], &[3, 0, rank]], slots)
 }
 
 /// More tokens than one launch takes, in the large_m kernels, with all scales and strides.

@@ -1,7 +1,7 @@
 //! The GPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, Slot,
+    Element, Slices, Slot,
     cuda::{
         FullyShardedLinear, FusedLinear, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
         MatrixMut, Routing, TopK, Workspace,
@@ -13,9 +13,24 @@ use half::{bf16, f16};
 
 use crate::{
     common::wrong::{ACTIVATION, Call, Choice, LEN, Op, Projection, World, check},
-    device::Gpu,
+    device::{Buffer, Gpu},
     operations::table,
 };
+
+/// The matrix of all slices, or one of each.
+fn ys<'a, T: Element>(
+    call: Call,
+    whole: impl FnOnce() -> Result<MatrixMut<'a, T>, OperandError>,
+    parts: &'a mut [Buffer],
+) -> Result<Slices<MatrixMut<'a, T>>, OperandError> {
+    if call.y_slices.is_empty() {
+        return Ok(whole()?.into());
+    }
+    let part = |(part, &[rows, cols, stride]): (&'a mut Buffer, &[usize; 3])| {
+        MatrixMut::strided(part.view_mut::<T>(), rows, cols, stride)
+    };
+    parts.iter_mut().zip(call.y_slices).map(part).collect()
+}
 
 fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchError> {
     let [own, other] =
@@ -27,6 +42,7 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
     let (inputs, ids) = (gpu.upload(&[T::from_f32(1.0); LEN]), gpu.upload(&[0_i32; LEN]));
     let (ones, rows) = (gpu.upload(&[1.0_f32; LEN]), gpu.upload(&std::array::from_fn::<_, LEN, _>(|row| row as i32)));
     let [mut y, mut out] = [(); 2].map(|()| gpu.upload(&[seven; LEN]));
+    let mut parts: Vec<_> = call.y_slices.iter().map(|_| gpu.upload(&[seven; LEN])).collect();
     let mut v = gpu.upload(&[7.0_f32; LEN]);
     let inputs = inputs.view::<T>();
     let matrix = |[rows, cols, stride]: [usize; 3]| Matrix::strided(inputs.slice(..), rows, cols, stride);
@@ -37,20 +53,32 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
         let linear = || LoraLinear::new(&own, world.id(call.of));
         let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
         let y = move || MatrixMut::strided(y, y_shape[0], y_shape[1], y_shape[2]);
+        let ws = |w| (0..call.num_w()).map(|_| matrix(w)).collect::<Result<Vec<_>, _>>();
         let out = move || MatrixMut::strided(out, out_shape[0], out_shape[1], out_shape[2]);
+        let parts = &mut parts[..];
         match call.op {
-            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, y()?),
-            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, y()?),
-            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(y()?),
-            Op::SiluMul => linear()?.shrink(&mut step, matrix(call.x)?)?.silu_mul(matrix(call.y)?, out()?),
-            Op::Forward { w } => {
-                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
-                layer.forward(&mut step, matrix(call.x)?, y()?)
+            Op::AddDelta => linear()?.add_delta(&mut step, matrix(call.x)?, ys(call, y, parts)?),
+            Op::WriteDelta => linear()?.write_delta(&mut step, matrix(call.x)?, ys(call, y, parts)?),
+            Op::Expand => linear()?.shrink(&mut step, matrix(call.x)?)?.expand(ys(call, y, parts)?),
+            Op::SiluMul => {
+                let (layer, out) = (linear()?, out()?);
+                let shrunk = layer.shrink(&mut step, matrix(call.x)?)?;
+                if call.y_slices.is_empty() {
+                    return shrunk.silu_mul(matrix(call.y)?, out);
+                }
+                shrunk
+                    .silu_mul(call.y_slices.iter().map(|shape| matrix(*shape)).collect::<Result<Slices<_>, _>>()?, out)
             }
-            Op::Accumulate { w } => {
-                let layer = FusedLinear::new(&own, world.id(call.of), [matrix(w)?])?;
-                layer.accumulate(&mut step, matrix(call.x)?, y()?)
-            }
+            Op::Forward { w } => FusedLinear::new(&own, world.id(call.of), ws(w)?)?.forward(
+                &mut step,
+                matrix(call.x)?,
+                ys(call, y, parts)?,
+            ),
+            Op::Accumulate { w } => FusedLinear::new(&own, world.id(call.of), ws(w)?)?.accumulate(
+                &mut step,
+                matrix(call.x)?,
+                ys(call, y, parts)?,
+            ),
             Op::Embedding { ids: num_ids } => {
                 let layer = LoraEmbedding::new(&own, world.embedding(call.of))?;
                 let ids = ids.view::<i32>();
@@ -85,7 +113,7 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
             }
         }
     })();
-    let written = [y, out].map(|buffer| buffer.read::<T>()).concat();
+    let written: Vec<T> = [y, out].iter().chain(&parts).flat_map(|buffer| buffer.read()).collect();
     let is_unchanged = written.iter().all(|value| *value == seven) && v.read::<f32>() == [7.0; LEN];
     assert!(result.is_ok() || is_unchanged, "{call:?}");
     result

@@ -5,13 +5,18 @@ use aril::{
     adapter::{Adapter, ModuleKind},
     cpu::{FullyShardedLinear, FusedLinear, LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
     error::OperandError,
-    model::{Collective, Experts, Linear, LinearId, Model, ModelSpec, Parallel, Shard, SpecError, TpRank},
+    model::{Collective, Experts, Linear, LinearId, Model, ModelSpec, Parallel, Shard, SliceSite, SpecError, TpRank},
     plan::{Capacity, ForwardPlan, LinearPlan, PlanError},
     routing::Batch,
 };
 
 use crate::{
-    common::adapters::{Lora, adapter},
+    common::{
+        adapters::{Lora, adapter},
+        compare::Place,
+        cpu::matrix_mut,
+        slices::SliceBuffers,
+    },
     layout::{Layout, check_all},
     numbers::{RANK, TOKENS, delta, integers, module, module_of_rank, table},
 };
@@ -150,14 +155,20 @@ fn exchanged(id: LinearId, ranks: &[WeightTable], x: &[f32], inputs: usize) -> (
 
 /// What a rank adds to its outputs.
 fn expanded(id: LinearId, weights: &WeightTable, (v, [rows, cols]): &(Vec<f32>, [usize; 2])) -> Vec<f32> {
-    let before = integers(5, TOKENS * weights.model()[id].out_features());
-    let mut y = before.clone();
+    let site = &weights.model()[id];
+    let before = integers(5, TOKENS * site.out_features());
+    let place = Place { offset: 0, rows: TOKENS, cols: site.out_features(), stride: site.out_features() };
+    let slices: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
     let v = Matrix::new(v, *rows, *cols).unwrap();
-    with_step(weights, |step| {
-        let y = MatrixMut::new(&mut y, TOKENS, before.len() / TOKENS).unwrap();
-        FullyShardedLinear::new(weights, id).unwrap().expand(step, v, y).unwrap();
+    let [fused, separate] = [false, true].map(|separate| {
+        let outputs = SliceBuffers::new(&before, place, &slices, separate);
+        let mut buffers = outputs.buffers();
+        let y = outputs.matrices(&mut buffers, |buffer, place| matrix_mut(buffer, place));
+        with_step(weights, |step| FullyShardedLinear::new(weights, id).unwrap().expand(step, v, y).unwrap());
+        outputs.merged(buffers)
     });
-    y.iter().zip(before).map(|(after, before)| after - before).collect()
+    assert_eq!(fused, separate);
+    fused.iter().zip(before).map(|(after, before)| after - before).collect()
 }
 
 fn with_step(weights: &WeightTable, run: impl FnOnce(&Step<'_>)) {

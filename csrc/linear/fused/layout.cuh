@@ -149,7 +149,7 @@ struct FusedParams {
 // A thread block's part of W.
 struct Share {
   int split, slice;
-  int first_out;             // of the slice, in y
+  int first_out;             // of the slice, in the bias
   int begin, end;            // units of the slice
   int first_box, num_boxes;  // of the features
 

@@ -207,14 +207,15 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
                                            int unit, const float* deltas, int delta_pitch) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int num_rows = args.out_features[share.slice];
+  const aril_outputs outputs = args.y[share.slice];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = unit * kUnitRows + g + 8 * half;
     if (row >= num_rows) continue;
-    const int out = share.first_out + row;
-    const float bias =
-        args.bias == nullptr ? 0.0f : to_float(static_cast<const T*>(args.bias)[out]);
-    T* y = static_cast<T*>(args.y) + out;
+    const float bias = args.bias == nullptr
+                           ? 0.0f
+                           : to_float(static_cast<const T*>(args.bias)[share.first_out + row]);
+    T* y = static_cast<T*>(outputs.first) + row;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -224,7 +225,7 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
         float sum = sums[tile][2 * half + i];
         if (args.bias != nullptr) sum += bias;
         if (deltas != nullptr) sum += deltas[(g + 8 * half) * delta_pitch + token];
-        T& to = y[token * args.y_stride];
+        T& to = y[token * outputs.stride];
         if (args.accumulates) sum += to_float(to);
         to = from_float<T>(sum);
       }

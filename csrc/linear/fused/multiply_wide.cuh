@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_outs(T* y, float first, float second, bool
   if (two) y[1] = outs.second;
 }
 
-// As store_unit(). `aligned`: pairs of outputs of y are, if the first one's number is even.
+// As store_unit(). `aligned`: pairs of the slice's outputs are, if the first one's number is even.
 template <typename T>
 __device__ __forceinline__ void store_wide_unit(const aril_forward_args& args,
                                                 const float (*sums)[4], const Share& share,
@@ -158,16 +158,17 @@ __device__ __forceinline__ void store_wide_unit(const aril_forward_args& args,
                                                 bool aligned) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int num_rows = args.out_features[share.slice];
+  const aril_outputs outputs = args.y[share.slice];
 #pragma unroll
   for (int column = 0; column < kUnitColumns; ++column) {
     const int at = column * 8 + 2 * q, row = unit * kUnitRows + at;
     if (row >= num_rows) continue;
-    const int out = share.first_out + row;
     const bool two = row + 1 < num_rows;
     float bias[2] = {};
     if (args.bias != nullptr) {
-      bias[0] = to_float(static_cast<const T*>(args.bias)[out]);
-      if (two) bias[1] = to_float(static_cast<const T*>(args.bias)[out + 1]);
+      const T* const from = static_cast<const T*>(args.bias) + share.first_out + row;
+      bias[0] = to_float(from[0]);
+      if (two) bias[1] = to_float(from[1]);
     }
     float add[4] = {};
     if (deltas != nullptr) {
@@ -180,7 +181,7 @@ __device__ __forceinline__ void store_wide_unit(const aril_forward_args& args,
     for (int half = 0; half < 2; ++half) {
       const int token = warp * 16 + g + half * 8;
       if (token >= args.num_tokens) continue;
-      T* const y = static_cast<T*>(args.y) + token * args.y_stride + out;
+      T* const y = static_cast<T*>(outputs.first) + token * outputs.stride + row;
       float outs[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -202,9 +203,10 @@ __device__ __forceinline__ void multiply_wide(const FusedParams& p, FusedShared&
   const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
   const bool has_deltas = p.args.weights.table != nullptr;
   const int items = share.num_items(p.grid);
-  const bool aligned = ((reinterpret_cast<uintptr_t>(p.args.y) | p.args.y_stride * sizeof(T) |
-                         share.first_out * sizeof(T)) %
-                        (2 * sizeof(T))) == 0;
+  const aril_outputs outputs = p.args.y[share.slice];
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(outputs.first) | outputs.stride * sizeof(T)) % (2 * sizeof(T)) ==
+      0;
   const uint32_t zero = p.splits >> 8;  // which the compiler does not know
   int stage = 0;
   uint32_t parity = 0;

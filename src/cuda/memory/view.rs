@@ -6,10 +6,15 @@ use cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, 
 
 use super::region::{Kept, Region};
 use crate::{
-    Element,
-    cuda::{Buffer, LaunchError, Queue, Step, raw, steps::Operand},
+    Element, Slices,
+    cuda::{
+        Buffer, LaunchError, Queue, Step,
+        raw::{self, RawMatrix},
+        steps::Operand,
+    },
     error::OperandError,
     extent::Extent,
+    model::MAX_SLICES,
 };
 
 /// An input in device memory: a cudarc slice or view, or a [`Buffer`].
@@ -306,6 +311,19 @@ macro_rules! matrix {
 
             pub(in crate::cuda) fn operand_as(&mut self, name: &'static str) -> Option<Operand<'_>> {
                 Some((name, &mut self.view))
+            }
+        }
+
+        impl<T: Element> Slices<$matrix<'_, T>> {
+            /// The matrices in the raw API, without their addresses.
+            pub(in crate::cuda) fn shapes(&self) -> Slices<RawMatrix> {
+                self.map(|matrix| matrix.shape().0)
+            }
+
+            /// The matrices as operands.
+            pub(in crate::cuda) fn operands(&mut self) -> [Option<Operand<'_>>; MAX_SLICES] {
+                let mut operands = self.named_mut().map(|(name, matrix)| (name, &mut matrix.view as &mut dyn Memory));
+                std::array::from_fn(|_| operands.next())
             }
         }
     };

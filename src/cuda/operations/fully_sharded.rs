@@ -3,11 +3,12 @@
 use std::ffi::c_void;
 
 use crate::{
-    DType, Element, contract,
+    DType, Element, Slices, contract,
     cuda::{
         Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
         kernels::Operation,
-        raw::{self, dtype_code, int},
+        raw::{self, NO_OUTPUTS, RawMatrix, dtype_code, int},
+        steps::{Checked, join},
     },
     ffi,
     model::{Collective, LinearId, MAX_SLICES, Model},
@@ -94,19 +95,23 @@ impl FullyShardedLinear {
     /// of B. All other elements of `y` keep every bit.
     ///
     /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
-    /// `[tokens, out_features]`. Neither allocates nor waits.
+    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`]). Neither allocates nor waits.
     ///
     /// # Errors
     /// As for [`shrink`](Self::shrink).
-    pub fn expand<T: Element>(
+    pub fn expand<'a, T: Element>(
         &self,
         step: &Step<'_>,
         mut v: Matrix<'_, f32>,
-        mut y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), LaunchError> {
-        let mut args = self.expand_args(&step.raw(), v.shape(), y.shape())?;
-        step.check([v.operand_as("v"), y.operand()])?.enqueue(|[v, y], stream| {
-            (args.v, args.y) = (v as *mut f32, y as *mut c_void);
+        let mut y = y.into();
+        let shapes = y.shapes();
+        let mut args = self.expand_args(&step.raw(), v.shape(), &shapes)?;
+        let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join([v.operand_as("v")], y.operands()))?;
+        operands.enqueue(|[v, y @ ..], stream| {
+            args.v = v as *mut f32;
+            args.y = shapes.places_at(y, self.contract.site.slices());
             // SAFETY: as in `shrink`. Expand does not write `v`.
             unsafe { self.launch(ffi::aril_sharded_expand, &args, stream) }
         })
@@ -119,8 +124,13 @@ impl FullyShardedLinear {
     ///
     /// # Safety
     /// As for [`shrink_raw`](Self::shrink_raw), with `v` in place of `x`, and `y` in place of `v`.
-    pub unsafe fn expand_raw(&self, step: &raw::Step, v: raw::MatrixRef, y: raw::MatrixMut) -> Result<(), LaunchError> {
-        let args = self.expand_args(step, v, y)?;
+    pub unsafe fn expand_raw(
+        &self,
+        step: &raw::Step,
+        v: raw::MatrixRef,
+        y: impl Into<Slices<raw::MatrixMut>>,
+    ) -> Result<(), LaunchError> {
+        let args = self.expand_args(step, v, &y.into().into())?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_sharded_expand, &args, step.stream) }
     }
@@ -142,23 +152,20 @@ impl FullyShardedLinear {
         &self,
         step: &raw::Step,
         raw::MatrixRef(v): raw::MatrixRef,
-        raw::MatrixMut(y): raw::MatrixMut,
+        y: &Slices<RawMatrix>,
     ) -> Result<ffi::aril_sharded_args, LaunchError> {
-        self.contract.check_expand(step.shape(), v.shape("v")?, y.shape("y")?)?;
-        let ((v, v_stride), (y, y_stride)) = (v.place(), y.place());
-        Ok(ffi::aril_sharded_args { v: v.cast(), v_stride, y, y_stride, ..self.args(step)? })
+        self.contract.check_expand(step.shape(), v.shape("v")?, &y.shapes()?)?;
+        let ((v, v_stride), y) = (v.place(), y.places(self.contract.site.slices()));
+        Ok(ffi::aril_sharded_args { v: v.cast(), v_stride, y, ..self.args(step)? })
     }
 
     /// The arguments without operands.
     fn args(&self, step: &raw::Step) -> Result<ffi::aril_sharded_args, LaunchError> {
         let raw::Step { table, batch, .. } = step;
         let contract::FullyShardedLinear { site, exchange, dtype, .. } = &self.contract;
-        let (mut out_features, mut first_outs, mut num_outs) = ([0; MAX_SLICES], [0; MAX_SLICES], [0; MAX_SLICES]);
-        for (i, slice) in site.slices().iter().enumerate() {
-            let outs = slice.delta_range();
-            out_features[i] = int(slice.out_features())?;
-            first_outs[i] = int(outs.start)?;
-            num_outs[i] = int(outs.len())?;
+        let mut num_outs = [0; MAX_SLICES];
+        for (outs, slice) in num_outs.iter_mut().zip(site.slices()) {
+            *outs = int(slice.delta_range().len())?;
         }
         let tp = exchange.tp();
         let (tp_size, tp_rank) = match exchange.collective() {
@@ -174,15 +181,12 @@ impl FullyShardedLinear {
             width: int(exchange.width(table.max_rank()))?,
             in_features: int(site.in_features())?,
             num_slices: int(site.slices().len())?,
-            out_features,
-            first_outs,
             num_outs,
             x: std::ptr::null(),
             x_stride: 0,
             v: std::ptr::null_mut(),
             v_stride: 0,
-            y: std::ptr::null_mut(),
-            y_stride: 0,
+            y: NO_OUTPUTS,
             weights: table.at(site.first_entry())?,
             routing: batch.routing,
         })

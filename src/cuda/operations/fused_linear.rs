@@ -3,8 +3,13 @@
 use std::ffi::c_void;
 
 use crate::{
-    Element,
-    cuda::{LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable, memory::Memory, raw},
+    Element, Slices,
+    cuda::{
+        LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable,
+        memory::Memory,
+        raw,
+        steps::{Checked, join},
+    },
     model::{LinearId, MAX_SLICES},
     plan::ForwardPlan,
 };
@@ -99,16 +104,32 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than
     /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Nothing was enqueued.
-    pub fn forward(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(false, step, x, y)
+    pub fn forward<'y>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: impl Into<Slices<MatrixMut<'y, T>>>,
+    ) -> Result<(), LaunchError>
+    where
+        T: 'y,
+    {
+        self.enqueue(false, step, x, y.into())
     }
 
     /// Like [`forward`](Self::forward), but adds to `y`.
     ///
     /// # Errors
     /// As for `forward`.
-    pub fn accumulate(&self, step: &mut Step<'_>, x: Matrix<'_, T>, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.enqueue(true, step, x, y)
+    pub fn accumulate<'y>(
+        &self,
+        step: &mut Step<'_>,
+        x: Matrix<'_, T>,
+        y: impl Into<Slices<MatrixMut<'y, T>>>,
+    ) -> Result<(), LaunchError>
+    where
+        T: 'y,
+    {
+        self.enqueue(true, step, x, y.into())
     }
 
     fn enqueue(
@@ -116,20 +137,23 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         accumulates: bool,
         step: &mut Step<'_>,
         mut x: Matrix<'_, T>,
-        mut y: MatrixMut<'_, T>,
+        mut y: Slices<MatrixMut<'_, T>>,
     ) -> Result<(), LaunchError> {
-        let mut args = self.raw.args(&step.raw(), x.shape(), y.shape())?;
+        let shapes = y.shapes();
+        let mut args = self.raw.args(&step.raw(), x.shape(), &shapes)?;
         args.accumulates = accumulates.into();
         let mut slices: [_; MAX_SLICES] = std::array::from_fn(|slice| self.slices.get(slice).map(Matrix::view));
         let mut bias = self.bias.as_ref();
         let slices = slices.iter_mut().map(|w| w.as_mut().map(|w| ("W", w as &mut dyn Memory)));
         let bias = bias.as_mut().map(|bias| ("bias", bias as &mut dyn Memory));
-        let mut operands = [x.operand(), y.operand(), bias].into_iter().chain(slices);
-        let operands: [_; 3 + MAX_SLICES] = std::array::from_fn(|_| operands.next().flatten());
+        let operands = [x.operand()].into_iter().chain(y.operands());
+        let operands: Checked<'_, '_, { 2 + 2 * MAX_SLICES }> =
+            step.check(join(operands, [bias].into_iter().chain(slices)))?;
         // The raw layer has the addresses of W and the bias.
-        step.check(operands)?.enqueue(|[x, y, ..], stream| {
+        operands.enqueue(|[x, rest @ ..], stream| {
             raw::FusedLinear::check_x(x)?;
-            (args.x, args.y) = (x as *const c_void, y as *mut c_void);
+            args.x = x as *const c_void;
+            args.y = self.raw.places_at(std::array::from_fn(|slice| rest[slice]), &shapes);
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. W and the bias were written before the
             // layer was created, and their borrow keeps anybody from writing them.
             unsafe { self.raw.launch(&args, stream) }

@@ -3,11 +3,12 @@
 use std::ffi::c_void;
 
 use crate::{
-    DType, Element, contract,
+    DType, Element, Slices, contract,
     cuda::{
         Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
         kernels::Operation,
-        raw::{self, RawMatrix, dtype_code, int},
+        raw::{self, NO_OUTPUTS, RawMatrix, dtype_code, int},
+        steps::{Checked, join},
     },
     ffi,
     model::{LinearId, MAX_SLICES, Model},
@@ -72,13 +73,13 @@ impl LoraLinear {
     #[doc(alias = "sgmv")]
     #[doc(alias = "bgmv")]
     #[doc(alias = "punica")]
-    pub fn add_delta<T: Element>(
+    pub fn add_delta<'a, T: Element>(
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y))
+        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y.into()))
     }
 
     /// [`add_delta`](Self::add_delta) on memory that the engine owns.
@@ -97,7 +98,7 @@ impl LoraLinear {
     /// - **Workspace.** `mailbox` was zero before its first use, and only these operations have written it since. Otherwise
     ///   kernels may use stale sums or wait forever.
     /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `y` or the
-    ///   workspace.
+    ///   workspace. No two of `x` and the matrices of `y` overlap.
     /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes either must not
     ///   trigger programmatic dependent launch early, and each writing thread must call `__threadfence` before the kernel ends.
     ///   Copies need nothing.
@@ -106,9 +107,9 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: raw::MatrixRef,
-        y: raw::MatrixMut,
+        y: impl Into<Slices<raw::MatrixMut>>,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, Some(x), Some(y))?;
+        let args = self.args(step, Some(x), Some(&y.into().into()))?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
     }
@@ -119,13 +120,13 @@ impl LoraLinear {
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
-    pub fn write_delta<T: Element>(
+    pub fn write_delta<'a, T: Element>(
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
+        y: impl Into<Slices<MatrixMut<'a, T>>>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y))
+        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y.into()))
     }
 
     /// [`write_delta`](Self::write_delta) on memory that the engine owns. With a captured batch, rows beyond the last update are
@@ -140,9 +141,9 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: raw::MatrixRef,
-        y: raw::MatrixMut,
+        y: impl Into<Slices<raw::MatrixMut>>,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, Some(x), Some(y))?;
+        let args = self.args(step, Some(x), Some(&y.into().into()))?;
         let args = ffi::aril_linear_args { overwrites: 1, ..args };
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear, &args, step.stream) }
@@ -186,8 +187,8 @@ impl LoraLinear {
     ///
     /// # Safety
     /// As for `add_delta_raw`. The `shrink_raw` is ordered before it.
-    pub unsafe fn expand_raw(&self, step: &raw::Step, y: raw::MatrixMut) -> Result<(), LaunchError> {
-        let args = self.args(step, None, Some(y))?;
+    pub unsafe fn expand_raw(&self, step: &raw::Step, y: impl Into<Slices<raw::MatrixMut>>) -> Result<(), LaunchError> {
+        let args = self.args(step, None, Some(&y.into().into()))?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_linear_expand, &args, step.stream) }
     }
@@ -204,10 +205,10 @@ impl LoraLinear {
     pub unsafe fn silu_mul_raw(
         &self,
         step: &raw::Step,
-        y: raw::MatrixRef,
+        y: impl Into<Slices<raw::MatrixRef>>,
         out: raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let args = self.silu_mul_args(step, y, out)?;
+        let args = self.silu_mul_args(step, &y.into().into(), out)?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch_silu_mul(&args, step.stream) }
     }
@@ -218,18 +219,22 @@ impl LoraLinear {
         kind: Kind,
         step: &mut Step<'_>,
         mut x: Option<Matrix<'_, T>>,
-        mut y: Option<MatrixMut<'_, T>>,
+        mut y: Option<Slices<MatrixMut<'_, T>>>,
     ) -> Result<(), LaunchError> {
-        let shapes = (x.as_ref().map(Matrix::shape), y.as_ref().map(MatrixMut::shape));
-        let mut args = self.args(&step.raw(), shapes.0, shapes.1)?;
+        let shapes = y.as_ref().map(Slices::<MatrixMut<'_, T>>::shapes);
+        let mut args = self.args(&step.raw(), x.as_ref().map(Matrix::shape), shapes.as_ref())?;
         args.overwrites = (kind == Kind::Writes).into();
-        let [x, y] = [x.as_mut().and_then(Matrix::operand), y.as_mut().and_then(MatrixMut::operand)];
-        let operands = step.check([x, y])?;
+        let x = x.as_mut().and_then(Matrix::operand);
+        let y = y.as_mut().map_or_else(Default::default, Slices::<MatrixMut<'_, T>>::operands);
+        let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join([x], y))?;
         if kind == Kind::Half && !step.has_adapters() {
             return Ok(());
         }
-        operands.enqueue(|[x, y], stream| {
-            (args.x, args.y) = (x as *const c_void, y as *mut c_void);
+        operands.enqueue(|[x, y @ ..], stream| {
+            args.x = x as *const c_void;
+            if let Some(shapes) = shapes {
+                args.y = shapes.places_at(y, self.contract.site.slices());
+            }
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says.
             unsafe { self.launch(operation, &args, stream) }
         })
@@ -239,10 +244,10 @@ impl LoraLinear {
     fn silu_mul_args(
         &self,
         step: &raw::Step,
-        raw::MatrixRef(y): raw::MatrixRef,
+        y: &Slices<RawMatrix>,
         raw::MatrixMut(out): raw::MatrixMut,
     ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
-        self.contract.check_silu_mul(step.shape(), y.shape("y")?, out.shape("out")?)?;
+        self.contract.check_silu_mul(step.shape(), &y.shapes()?, out.shape("out")?)?;
         let (layer, plan, (out, out_stride)) = (self.launch_args(step, None, Some(y))?, self.plan(), out.place());
         let (tokens, tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
         let outs_per_block = int(plan.silu_mul_outs_per_block(tokens, tiles))?;
@@ -270,11 +275,11 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: Option<raw::MatrixRef>,
-        y: Option<raw::MatrixMut>,
+        y: Option<&Slices<RawMatrix>>,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
-        let (x, y) = (x.map(|raw::MatrixRef(x)| x), y.map(|raw::MatrixMut(y)| y));
-        let shapes = (x.map(|x| x.shape("x")).transpose()?, y.map(|y| y.shape("y")).transpose()?);
-        self.contract.check(step.shape(), shapes.0, shapes.1)?;
+        let x = x.map(|raw::MatrixRef(x)| x);
+        let shapes = (x.map(|x| x.shape("x")).transpose()?, y.map(Slices::<RawMatrix>::shapes).transpose()?);
+        self.contract.check(step.shape(), shapes.0, shapes.1.as_ref())?;
         self.launch_args(step, x, y)
     }
 
@@ -283,12 +288,13 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: Option<RawMatrix>,
-        y: Option<RawMatrix>,
+        y: Option<&Slices<RawMatrix>>,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
         let raw::Step { table, batch, workspace, .. } = step;
         let contract::Linear { site, plan, .. } = &self.contract;
         let num_tokens = batch.num_tokens;
-        let [(x, x_stride), (y, y_stride)] = [x, y].map(|m| m.map_or((std::ptr::null_mut(), 0), |m| m.place()));
+        let (x, x_stride) = x.map_or((std::ptr::null_mut(), 0), |x| x.place());
+        let y = y.map_or(NO_OUTPUTS, |y| y.places(site.slices()));
         workspace.check(plan.workspace_bytes_for(num_tokens))?;
         let max_tiles = self.max_tiles(batch);
         let outs_per_block = plan.outs_per_block(num_tokens, max_tiles);
@@ -316,7 +322,6 @@ impl LoraLinear {
             x,
             x_stride,
             y,
-            y_stride,
             mailbox: workspace.mailbox.ptr as *mut c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
@@ -349,8 +354,8 @@ impl Shrunk<'_, '_> {
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn expand<T: Element>(self, y: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y))
+    pub fn expand<'a, T: Element>(self, y: impl Into<Slices<MatrixMut<'a, T>>>) -> Result<(), LaunchError> {
+        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y.into()))
     }
 
     #[doc = include_str!("../../docs/operations/linear_silu_mul.md")]
@@ -361,11 +366,18 @@ impl Shrunk<'_, '_> {
     /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
     /// enqueued.
     #[doc(alias = "silu_and_mul")]
-    pub fn silu_mul<T: Element>(self, mut y: Matrix<'_, T>, mut out: MatrixMut<'_, T>) -> Result<(), LaunchError> {
-        let Self { layer, step } = self;
-        let mut args = layer.silu_mul_args(&step.raw(), y.shape(), out.shape())?;
-        step.check([y.operand_as("y"), out.operand_as("out")])?.enqueue(|[y, out], stream| {
-            (args.layer.y, args.out) = (y as *mut c_void, out as *mut c_void);
+    pub fn silu_mul<'a, T: Element>(
+        self,
+        y: impl Into<Slices<Matrix<'a, T>>>,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        let (Self { layer, step }, mut y) = (self, y.into());
+        let shapes = y.shapes();
+        let mut args = layer.silu_mul_args(&step.raw(), &shapes, out.shape())?;
+        let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join(y.operands(), [out.operand_as("out")]))?;
+        operands.enqueue(|[y @ .., out], stream| {
+            args.layer.y = shapes.places_at(y, layer.contract.site.slices());
+            args.out = out as *mut c_void;
             // SAFETY: as in `enqueue`. The shrink is the last operation on the workspace, or the batch has no adapter.
             unsafe { layer.launch_silu_mul(&args, stream) }
         })

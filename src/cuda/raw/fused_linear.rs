@@ -1,11 +1,11 @@
 use std::ffi::c_void;
 
 use super::{
-    memory::{MatrixMut, MatrixRef, Stream, check_alignment, dtype_code, int},
+    memory::{MatrixMut, MatrixRef, RawMatrix, Stream, check_alignment, dtype_code, int},
     step::Step,
 };
 use crate::{
-    DType, contract,
+    DType, Slices, contract,
     cuda::{Kernels, kernels::check},
     error::{LaunchError, OperandError},
     ffi,
@@ -115,8 +115,13 @@ impl FusedLinear {
     /// # Safety
     /// As for [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw). Its requirements on the adapters' weights, including their
     /// order, also hold for W and the bias, because kernels fetch both before they wait for their predecessors.
-    pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
-        let args = self.args(step, x, y)?;
+    pub unsafe fn forward(
+        &self,
+        step: &Step,
+        x: MatrixRef,
+        y: impl Into<Slices<MatrixMut>>,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(step, x, &y.into().into())?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }
     }
@@ -128,8 +133,13 @@ impl FusedLinear {
     ///
     /// # Safety
     /// As for `forward`.
-    pub unsafe fn accumulate(&self, step: &Step, x: MatrixRef, y: MatrixMut) -> Result<(), LaunchError> {
-        let args = self.args(step, x, y)?;
+    pub unsafe fn accumulate(
+        &self,
+        step: &Step,
+        x: MatrixRef,
+        y: impl Into<Slices<MatrixMut>>,
+    ) -> Result<(), LaunchError> {
+        let args = self.args(step, x, &y.into().into())?;
         let args = ffi::aril_forward_args { accumulates: 1, ..args };
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }
@@ -138,6 +148,15 @@ impl FusedLinear {
     /// Rejects a bias of another length.
     pub(in crate::cuda) fn check_bias(&self, len: usize) -> Result<(), OperandError> {
         self.contract.check_bias(len)
+    }
+
+    /// Where the outputs of each slice are, in matrices that [`args`](Self::args) accepts, at these addresses.
+    pub(in crate::cuda) fn places_at(
+        &self,
+        addresses: [u64; MAX_SLICES],
+        y: &Slices<RawMatrix>,
+    ) -> [ffi::aril_outputs; MAX_SLICES] {
+        y.places_at(addresses, self.contract.site.slices())
     }
 
     /// Rejects an `x` whose address is not aligned.
@@ -149,13 +168,13 @@ impl FusedLinear {
         &self,
         step: &Step,
         MatrixRef(x): MatrixRef,
-        MatrixMut(y): MatrixMut,
+        y: &Slices<RawMatrix>,
     ) -> Result<ffi::aril_forward_args, LaunchError> {
         let Step { table, batch, workspace, .. } = step;
         let contract::FusedLinear { site, plan, .. } = &self.contract;
-        self.contract.check(step.shape(), x.shape("x")?, y.shape("y")?)?;
+        self.contract.check(step.shape(), x.shape("x")?, &y.shapes()?)?;
         x.check_alignment("x", contract::FusedLinear::ALIGNMENT_BYTES)?;
-        let (num_tokens, (x, x_stride), (y, y_stride)) = (batch.num_tokens, x.place(), y.place());
+        let (num_tokens, (x, x_stride)) = (batch.num_tokens, x.place());
         workspace.check(plan.workspace_bytes_for(num_tokens))?;
         Ok(ffi::aril_forward_args {
             dtype: dtype_code(plan.dtype()),
@@ -170,8 +189,7 @@ impl FusedLinear {
             x,
             x_stride,
             bias: self.bias as *const c_void,
-            y,
-            y_stride,
+            y: y.places(site.slices()),
             mailbox: workspace.mailbox.ptr as *mut c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             weights: table.at(site.first_entry())?,

@@ -4,11 +4,12 @@
 use std::ffi::c_void;
 
 use crate::{
-    DType, Element,
+    DType, Element, Slices,
     contract::Shape,
     error::{LaunchError, OperandError},
     extent::Extent,
     ffi,
+    model::{MAX_SLICES, SliceSite},
 };
 
 /// A CUDA stream of the engine.
@@ -125,6 +126,12 @@ macro_rules! raw_matrix {
                 Self(RawMatrix { row_stride, ..self.0 })
             }
         }
+
+        impl From<Slices<$matrix>> for Slices<RawMatrix> {
+            fn from(matrices: Slices<$matrix>) -> Self {
+                matrices.map(|matrix| matrix.0)
+            }
+        }
     };
 }
 
@@ -149,6 +156,41 @@ impl RawMatrix {
     /// Rejects an address that kernels cannot read.
     pub(in crate::cuda) fn check_alignment(&self, operand: &'static str, alignment: usize) -> Result<(), LaunchError> {
         check_alignment(operand, self.ptr, alignment)
+    }
+}
+
+/// The outputs of an operation that has none.
+pub(in crate::cuda) const NO_OUTPUTS: [ffi::aril_outputs; MAX_SLICES] =
+    [ffi::aril_outputs { first: std::ptr::null_mut(), stride: 0 }; MAX_SLICES];
+
+impl Slices<RawMatrix> {
+    pub(in crate::cuda) fn shapes(&self) -> Result<Slices<Shape>, OperandError> {
+        self.try_map(|operand, matrix| matrix.shape(operand))
+    }
+
+    /// Where the outputs of each slice are that have a delta. The matrices are of these slices.
+    pub(in crate::cuda) fn places(&self, slices: &[SliceSite]) -> [ffi::aril_outputs; MAX_SLICES] {
+        self.places_at([0; MAX_SLICES], slices)
+    }
+
+    /// [`places`](Self::places), if the matrices' addresses are relative to these.
+    pub(in crate::cuda) fn places_at(
+        &self,
+        addresses: [u64; MAX_SLICES],
+        slices: &[SliceSite],
+    ) -> [ffi::aril_outputs; MAX_SLICES] {
+        let mut places = NO_OUTPUTS;
+        let mut column = 0;
+        for (index, (place, slice)) in places.iter_mut().zip(slices).enumerate() {
+            let (at, first_column) = if self.len() == 1 { (0, column) } else { (index, 0) };
+            let Some(matrix) = self.get(at) else { break };
+            let (matrix_at, stride) = matrix.place();
+            let offset = (first_column + slice.delta_range().start) * matrix.dtype.bytes();
+            let first = matrix_at.wrapping_byte_add(offset) as u64;
+            *place = ffi::aril_outputs { first: first.wrapping_add(addresses[at]) as *mut c_void, stride };
+            column += slice.out_features();
+        }
+        places
     }
 }
 

@@ -22,7 +22,7 @@ mod memory;
 mod routing;
 mod step;
 
-pub(in crate::cuda) use self::memory::{RawMatrix, dtype_code, int};
+pub(in crate::cuda) use self::memory::{NO_OUTPUTS, RawMatrix, dtype_code, int};
 pub use self::{
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping, TopK},

@@ -4,7 +4,7 @@ mod graph;
 mod routing;
 mod step;
 
-pub(in crate::cuda) use self::step::Operand;
+pub(in crate::cuda) use self::step::{Checked, Operand, join};
 pub use self::{
     graph::Graph,
     routing::{RoutedBatch, Routing},

@@ -164,6 +164,15 @@ impl<'a> Step<'a> {
 /// An operand's name in errors, and its memory.
 pub(in crate::cuda) type Operand<'o> = (&'static str, &'o mut dyn Memory);
 
+/// The operands of an operation, one after the other; `N` is the number of all.
+pub(in crate::cuda) fn join<'o, const N: usize>(
+    first: impl IntoIterator<Item = Option<Operand<'o>>>,
+    others: impl IntoIterator<Item = Option<Operand<'o>>>,
+) -> [Option<Operand<'o>>; N] {
+    let mut operands = first.into_iter().chain(others);
+    std::array::from_fn(|_| operands.next().flatten())
+}
+
 /// Operands that a step may use.
 #[must_use = "nothing is enqueued"]
 pub(in crate::cuda) struct Checked<'s, 'o, const N: usize> {

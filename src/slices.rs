@@ -1,0 +1,102 @@
+//! A matrix of all slices of a linear layer, or one of each.
+
+use crate::model::MAX_SLICES;
+
+/// The outputs of a linear layer: one matrix of all slices, slice after slice, or a matrix of each slice.
+///
+/// Operations on linear layers take what converts into this: a matrix, an array of matrices, or a collected iterator. Both forms take
+/// one launch and give the same bits. The matrices may be in buffers of their own, with row strides of their own, and cannot overlap.
+///
+/// ```
+/// use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
+///
+/// /// Adds the deltas of q, k and v, with 4096, 1024 and 1024 outputs.
+/// fn add(qkv: &LoraLinear, step: &mut Step<'_>, x: Matrix<'_, f32>, [q, k, v]: [&mut [f32]; 3]) -> Result<(), OperandError> {
+///     let tokens = step.num_tokens();
+///     let y = [MatrixMut::new(q, tokens, 4096)?, MatrixMut::new(k, tokens, 1024)?, MatrixMut::new(v, tokens, 1024)?];
+///     qkv.add_delta(step, x, y)
+/// }
+///
+/// /// The same in one buffer.
+/// fn add_fused(qkv: &LoraLinear, step: &mut Step<'_>, x: Matrix<'_, f32>, y: &mut [f32]) -> Result<(), OperandError> {
+///     let tokens = step.num_tokens();
+///     qkv.add_delta(step, x, MatrixMut::new(y, tokens, 6144)?)
+/// }
+/// ```
+///
+/// ```compile_fail,E0499
+/// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
+/// fn overlap(layer: &LoraLinear, step: &mut Step<'_>, x: Matrix<'_, f32>, y: &mut [f32]) -> Result<(), OperandError> {
+///     layer.add_delta(step, x, [MatrixMut::new(&mut y[..8], 1, 8)?, MatrixMut::new(&mut y[4..], 1, 8)?])
+/// }
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Slices<M> {
+    matrices: [Option<M>; MAX_SLICES],
+    /// How many were given. No layer has more slices than the array has room for, so it refuses them by their number.
+    len: usize,
+}
+
+impl<M> FromIterator<M> for Slices<M> {
+    fn from_iter<I: IntoIterator<Item = M>>(matrices: I) -> Self {
+        let mut rest = matrices.into_iter();
+        let matrices: [_; MAX_SLICES] = std::array::from_fn(|_| rest.next());
+        Self { len: matrices.iter().flatten().count() + rest.count(), matrices }
+    }
+}
+
+impl<M> From<M> for Slices<M> {
+    fn from(matrix: M) -> Self {
+        Self::from_iter([matrix])
+    }
+}
+
+impl<M, const N: usize> From<[M; N]> for Slices<M> {
+    fn from(matrices: [M; N]) -> Self {
+        Self::from_iter(matrices)
+    }
+}
+
+impl<M> Slices<M> {
+    /// How many matrices were given.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn get(&self, index: usize) -> Option<&M> {
+        self.matrices.get(index)?.as_ref()
+    }
+
+    /// The matrices, each with its name in errors.
+    pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, &M)> {
+        let names = self.names();
+        self.matrices.iter().flatten().enumerate().map(move |(slice, matrix)| (names[slice], matrix))
+    }
+
+    /// [`named`](Self::named), to be changed.
+    pub(crate) fn named_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut M)> {
+        let names = self.names();
+        self.matrices.iter_mut().flatten().enumerate().map(move |(slice, matrix)| (names[slice], matrix))
+    }
+
+    /// What `to` makes of each matrix and its name.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn try_map<N, E>(&self, mut to: impl FnMut(&'static str, &M) -> Result<N, E>) -> Result<Slices<N>, E> {
+        let matrices = self.named().map(|(name, matrix)| to(name, matrix)).collect::<Result<Slices<N>, E>>()?;
+        Ok(Slices { len: self.len, ..matrices })
+    }
+
+    /// What `to` makes of each matrix.
+    pub(crate) fn map<N>(&self, mut to: impl FnMut(&M) -> N) -> Slices<N> {
+        let matrices = self.matrices.each_ref().map(|matrix| matrix.as_ref().map(&mut to));
+        Slices { matrices, len: self.len }
+    }
+
+    fn names(&self) -> [&'static str; MAX_SLICES] {
+        match self.len {
+            1 => ["y"; MAX_SLICES],
+            _ => ["y[0]", "y[1]", "y[2]", "y[3]", "y[4]", "y[5]", "y[6]", "y[7]"],
+        }
+    }
+}
