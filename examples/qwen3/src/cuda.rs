@@ -757,12 +757,13 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         gate_up: &dyn GroupedGemm<Self>,
         down: &dyn GroupedGemm<Self>,
     ) -> Result<Option<Matrix<T>>> {
-        // Otherwise, steps with adapters round more often.
-        let rows = routes.tokens.rows;
-        if !layer.plan().gate_up().prefers_fused(rows) || !layer.plan().down().prefers_fused(rows) {
-            return Ok(None);
-        }
-        let Some(inter) = gate_up.run_activated(self, x, routes)? else { return Ok(None) };
+        // Where deltas are added to the product, none leave it as it is.
+        let inter = if layer.plan().gate_up().prefers_fused(routes.tokens.rows) {
+            gate_up.run_activated(self, x, routes)?
+        } else {
+            Some(self.silu_mul(&gate_up.run_on_tokens(self, x, routes)?)?)
+        };
+        let Some(inter) = inter else { return Ok(None) };
         let down = down.run(self, &inter, routes)?;
         let mut out = self.alloc(x.rows, down.cols)?;
         self.combine_into(&down, routes, &mut out)?;
