@@ -21,7 +21,7 @@ struct Swapped;
 
 /// All operands of an operation have the same element type.
 ///
-/// ```compile_fail,E0308
+/// ```compile_fail,E0277
 /// # use aril::cuda::*;
 /// # use cudarc::driver::CudaSlice;
 /// # fn run(
