@@ -9,11 +9,11 @@
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
 //! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
-//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` of either backend. Depends on `residency`.
+//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` on any backend. Depends on `residency`.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse the same operands
 //!   by the same errors. They depend on everything above.
-//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none. Depends on both backends.
+//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none, and the pool of a group. Depends on both backends.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!
 //! # Example

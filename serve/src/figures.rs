@@ -28,7 +28,7 @@ use aril::{
     adapter::{Adapter, Tensor},
     model::TpRank,
     plan::{Capacity, MAX_FORWARD_TOKENS},
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source},
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
 };
 use clap::Parser;
 use cudarc::{
@@ -46,7 +46,6 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::unbounded_channel;
 
 use crate::{
-    adapter_pool::AdapterPool,
     checkpoint::Weights,
     config::Config,
     cuda::Cuda,
@@ -583,9 +582,9 @@ impl Adapters {
             ids.push(self.pool.register(source.clone())?);
         }
         loop {
-            match AdapterPool::prepare(&mut self.pool, &ids[..count]) {
+            match self.pool.prepare(&ids[..count], StreamId::FIRST) {
                 Err(PoolError::Loading { .. } | PoolError::Full) => {
-                    AdapterPool::commit(&mut self.pool)?;
+                    self.pool.commit(StreamId::FIRST)?;
                     self.pool.wait(WAIT);
                 }
                 Err(PoolError::TooLarge { .. }) => return Ok(None),
@@ -596,7 +595,7 @@ impl Adapters {
 
     fn give_back(&mut self, leases: Vec<Lease>) -> Result<()> {
         drop(leases);
-        Ok(AdapterPool::commit(&mut self.pool)?)
+        Ok(self.pool.commit(StreamId::FIRST)?)
     }
 }
 

@@ -17,9 +17,9 @@ mod options;
 mod server;
 mod worker;
 
-#[cfg(feature = "cuda")]
-use aril_qwen3::{adapter_pool, cuda, stderr};
 use aril_qwen3::{checkpoint, config, cpu, device, error, files, forward, group, model, tokenizer};
+#[cfg(feature = "cuda")]
+use aril_qwen3::{cuda, stderr};
 
 pub use aril_qwen3::device_arg::DeviceArg;
 

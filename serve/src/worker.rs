@@ -14,6 +14,7 @@ use std::{
 
 use aril::{
     DType,
+    group::GroupPool,
     plan::Capacity,
     pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source, Tier},
 };
@@ -303,14 +304,14 @@ impl Setup {
     }
 
     /// A rank's part of the group's pool, and the table whose slots it fills.
-    fn rank_pool<'d, D: Capture>(
+    fn rank_pool<D: Capture>(
         &self,
-        device: &'d D,
+        device: &D,
         described: &Described,
         rank: &Rank,
-    ) -> Result<(RankPool<'d, D>, D::Adapters)> {
-        let table = device.adapters(&described.model, self.capacity(), self.pool.arena_bytes)?;
-        Ok((RankPool::new(device, rank, table.clone(), &self.pool)?, table))
+    ) -> Result<(RankPool<D>, D::Adapters)> {
+        let (pool, table) = device.pool(&described.model, self.capacity(), self.pool)?;
+        Ok((RankPool::new(GroupPool::new(rank.clone(), pool)?), table))
     }
 }
 

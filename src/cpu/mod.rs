@@ -11,7 +11,6 @@ mod experts;
 mod factors;
 mod fully_sharded;
 mod fused_linear;
-mod host;
 mod linear;
 mod matrix;
 mod pool;
@@ -25,7 +24,6 @@ pub use self::{
     experts::LoraExperts,
     fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
-    host::{HostAdapter, HostMemory},
     linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::{AdapterPool, Tiers},

@@ -7,9 +7,9 @@ use super::{
     upload::{Adapter, Packed, Reservation},
 };
 use crate::{
-    DType,
+    DType, Slot,
     error::{LoadError, OperandError},
-    model::Model,
+    model::{Model, TpRank},
     plan::Capacity,
     pool::{
         self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
@@ -53,48 +53,6 @@ impl AdapterPool {
         arena_bytes(model, dtype, max_rank, count, 0)
     }
 
-    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation.
-    ///
-    /// ```
-    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
-    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
-    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
-    /// println!("{}", step.num_tokens());
-    /// pool.commit(StreamId::FIRST)?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// ```compile_fail,E0502
-    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
-    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
-    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
-    /// pool.commit(StreamId::FIRST)?;
-    /// println!("{}", step.num_tokens());
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](pool::Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
-    /// as for [`WeightTable::step`].
-    pub fn step<'a>(
-        &'a self,
-        stream: StreamId,
-        batch: &Batch<'a>,
-        workspace: &'a mut Workspace,
-    ) -> Result<Step<'a>, OperandError> {
-        let step = self.backend.owner.step(batch, workspace)?;
-        self.check_leased(stream, batch.slots())?;
-        Ok(step)
-    }
-
-    /// The table, to make layers of, which all compute streams have in common; `None` if the stream belongs to another pool. The pool
-    /// alone loads, unloads and [steps](Self::step).
-    pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
-        self.has_stream(stream).then_some(&self.backend.weights)
-    }
-
     /// Adds a compute stream: a thread that steps beside the [first](StreamId::FIRST).
     pub fn add_stream(&mut self) -> StreamId {
         self.new_stream()
@@ -103,13 +61,22 @@ impl AdapterPool {
 
 impl Backend for Tiers {
     type Source = Source;
+    type Weights = WeightTable;
+    type Batch<'a> = Batch<'a>;
+    type Workspace = Workspace;
+    type Step<'a> = Step<'a>;
+    type Error = OperandError;
 
-    fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
-        self.host.size(source)
+    fn tp(&self) -> TpRank {
+        self.host.tp()
     }
 
-    fn add(&mut self, id: AdapterId, source: Source) {
-        self.host.add(id, source);
+    fn shard(&self, source: &Source) -> Result<Source, LoadError> {
+        self.host.shard(source)
+    }
+
+    fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
+        self.host.add(id, source)
     }
 
     fn remove(&mut self, id: AdapterId) {
@@ -121,8 +88,12 @@ impl Backend for Tiers {
         false
     }
 
-    fn next_read(&mut self, wait: Option<Duration>) -> Option<Read> {
-        self.host.next_read(wait)
+    fn notice(&mut self, wait: Option<Duration>) {
+        self.host.notice(wait);
+    }
+
+    fn next_read(&mut self) -> Option<Read> {
+        self.host.next_read()
     }
 
     /// A copy takes no time.
@@ -131,6 +102,10 @@ impl Backend for Tiers {
     }
 
     fn revoke(&mut self, _copy: &Copy) -> bool {
+        false
+    }
+
+    fn abandon(&mut self, _copy: &Copy) -> bool {
         false
     }
 
@@ -148,12 +123,14 @@ impl Backend for Tiers {
         self.copied.pop_front()
     }
 
+    fn settle(&mut self) {}
+
     /// A step takes the adapters that are in the slots.
-    fn point(&mut self, _: Granted, _: StreamId) -> Result<(), PoolError> {
+    fn point(&mut self, _: &[Granted], _: StreamId) -> Result<(), PoolError> {
         Ok(())
     }
 
-    fn may_evict(&self) -> bool {
+    fn may_evict(&mut self) -> bool {
         true
     }
 
@@ -163,5 +140,23 @@ impl Backend for Tiers {
 
     fn forget(&mut self, id: AdapterId) {
         self.host.forget(id);
+    }
+
+    /// All streams have it in common.
+    fn weights(&self, _: StreamId) -> Option<&WeightTable> {
+        Some(&self.weights)
+    }
+
+    fn slots<'b>(batch: &'b Batch<'_>) -> &'b [Slot] {
+        batch.slots()
+    }
+
+    fn step<'a>(
+        &'a self,
+        _: StreamId,
+        batch: &Batch<'a>,
+        workspace: &'a mut Workspace,
+    ) -> Result<Step<'a>, OperandError> {
+        self.owner.step(batch, workspace)
     }
 }

@@ -99,11 +99,7 @@ impl Reservation {
     /// Reserves room for an image that matches the table.
     pub(super) fn new(shared: &Arc<Shared>, image: &SlotImage<'_>) -> Result<Self, LoadError> {
         shared.bounds.check_image(image)?;
-        Self::of(shared, image.bytes())
-    }
-
-    /// Reserves room for `bytes` bytes.
-    pub(super) fn of(shared: &Arc<Shared>, bytes: usize) -> Result<Self, LoadError> {
+        let bytes = image.bytes();
         shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
         Ok(Self { shared: Arc::clone(shared), bytes })
     }

@@ -21,14 +21,14 @@ pub trait Ranks {
     fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError>;
 }
 
-/// What one rank tells the others: bytes of a fixed number, whose meaning is private to [`Group`](super::Group).
+/// What one rank tells the others: bytes of a fixed number, whose meaning is private to this module.
 #[derive(Clone, Copy, Eq, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub struct Message([u8; Message::BYTES]);
 
 impl Message {
     /// Size of a message.
-    pub const BYTES: usize = 2048;
+    pub const BYTES: usize = 4096;
 
     /// The message of these bytes, from [`as_bytes`](Self::as_bytes) on another rank.
     pub const fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {

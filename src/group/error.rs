@@ -19,21 +19,9 @@ pub enum GroupError {
         /// What each rank does, by rank.
         ranks: Vec<String>,
     },
-    /// The adapter has a lease, so that it cannot be removed.
-    #[error("version {version} has a lease in the group's pool")]
-    Leased {
-        /// The adapter.
-        version: u64,
-    },
     /// No slot is empty on all ranks.
     #[error("no slot is empty on all ranks of the group")]
     NoFreeSlot,
-    /// The adapter has no lease to end.
-    #[error("version {version} has no lease in the group's pool")]
-    NotLeased {
-        /// The adapter.
-        version: u64,
-    },
     /// The channel is of another rank than the table's model.
     #[error(
         "the channel is of rank {} of {}, but the table's model is of rank {} of {}",

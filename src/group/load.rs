@@ -7,13 +7,13 @@ use std::{
 use super::{
     channel::{ChannelError, Ranks},
     error::{GroupError, Phase, RankFailure},
-    table::{HostTable, Table},
-    verdict::Verdict,
+    table::Table,
+    verdict::{self, Verdict},
 };
 use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
-    error::{LoadError, SlotError},
+    error::LoadError,
     residency::Resident,
 };
 
@@ -42,13 +42,6 @@ impl<T: Table> Prepared<T> {
     }
 }
 
-/// How far this rank has come with an adapter.
-pub(super) struct Progress {
-    pub(super) phase: Phase,
-    /// Whether it would fit if no adapter was loaded.
-    pub(super) can_hold: bool,
-}
-
 /// Why this rank failed.
 enum Failure {
     Error(LoadError),
@@ -66,15 +59,6 @@ impl<R: Ranks, T: Table> Group<R, T> {
             return Err(GroupError::OtherRank { channel, table: own });
         }
         Ok(Self { ranks, table, broken: None })
-    }
-
-    /// Gives the table of this rank to a pool. Also returns the handle of everybody else.
-    pub(super) fn claim(self) -> Result<(Self, T), SlotError>
-    where
-        T: HostTable,
-    {
-        let Self { ranks, table, broken } = self;
-        Ok((Self { ranks, table: table.claim()?, broken }, table))
     }
 
     /// The table of this rank.
@@ -124,29 +108,19 @@ impl<R: Ranks, T: Table> Group<R, T> {
         version: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
     ) -> Result<Prepared<T>, GroupError> {
-        self.prepare_by(slot, version, |table, progress| {
-            let adapter = open()?;
-            let image = adapter.borrow().plan(table.model(), table.dtype())?;
-            *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(&image) };
-            let reservation = table.reserve(slot, &image)?;
-            progress.phase = Phase::Fill;
-            table.fill(reservation, &image)
-        })
-    }
-
-    /// As [`prepare`](Self::prepare). `fill` writes the adapter, and says how far it has come.
-    pub(super) fn prepare_by(
-        &mut self,
-        slot: Slot,
-        version: u64,
-        fill: impl FnOnce(&T, &mut Progress) -> Result<T::Filled, LoadError>,
-    ) -> Result<Prepared<T>, GroupError> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone().into());
         }
-        let mut progress = Progress { phase: Phase::Plan, can_hold: false };
-        let own = attempt(|| fill(&self.table, &mut progress));
-        let Progress { phase, can_hold } = progress;
+        let (mut phase, mut can_hold) = (Phase::Plan, false);
+        let table = &self.table;
+        let own = attempt(|| {
+            let adapter = open()?;
+            let image = adapter.borrow().plan(table.model(), table.dtype())?;
+            (phase, can_hold) = (Phase::Reserve, table.can_hold(&image));
+            let reservation = table.reserve(slot, &image)?;
+            phase = Phase::Fill;
+            table.fill(reservation, &image)
+        });
         let ready = Verdict::ready(slot, version);
         let verdicts =
             self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase, can_hold), |_| ready.clone()));
@@ -218,17 +192,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone());
         }
-        let size = self.ranks.tp().size();
-        let verdicts = self.ranks.all_gather(&verdict.to_message()).and_then(|messages| {
-            let verdicts: Vec<_> = messages.iter().map(Verdict::from_message).collect();
-            let unread: Vec<_> = (0..size).filter(|&rank| !matches!(verdicts.get(rank), Some(Some(_)))).collect();
-            if unread.is_empty() && verdicts.len() == size {
-                return Ok(verdicts.into_iter().flatten().collect());
-            }
-            let reason = format!("{} messages arrived, which are not the verdicts of {size} ranks", verdicts.len());
-            Err(ChannelError { ranks: unread, reason })
-        });
-        verdicts.inspect_err(|error| self.broken = Some(error.clone()))
+        verdict::exchange(&mut self.ranks, verdict).inspect_err(|error| self.broken = Some(error.clone()))
     }
 }
 

@@ -8,7 +8,7 @@
 //! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare` may run on
 //! another thread, beside steps.
 //!
-//! A [`GroupPool`] shares the slots among more adapters than fit, and keeps others packed in host memory.
+//! A [`GroupPool`] is an [`AdapterPool`](crate::pool::AdapterPool) on all ranks, for more adapters than fit.
 //!
 //! The messages go over a channel of the engine's ([`Ranks`]). [`InProcess`] connects the threads of one process.
 //!
@@ -52,10 +52,9 @@
 
 mod channel;
 mod error;
-mod host;
 mod in_process;
 mod load;
-mod pool;
+pub(crate) mod pool;
 mod table;
 mod verdict;
 
@@ -64,6 +63,6 @@ pub use self::{
     error::{GroupError, Phase, RankFailure},
     in_process::InProcess,
     load::{Group, Prepared},
-    pool::GroupPool,
-    table::{HostTable, Table},
+    pool::{GroupPool, OnRanks},
+    table::Table,
 };

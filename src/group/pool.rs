@@ -1,332 +1,726 @@
-use std::{borrow::Borrow, collections::HashMap, time::Duration};
+//! A pool on the ranks of a group. Every rank makes the same decisions; what may differ between them, they agree on.
+
+use std::{
+    collections::{HashMap, HashSet, VecDeque},
+    fmt, mem,
+    ops::Range,
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
 
 use super::{
-    channel::Ranks,
-    error::{GroupError, Phase},
-    host::{HostTier, Opened, Origin},
-    load::{Group, Progress},
-    table::HostTable,
+    channel::{ChannelError, Ranks},
+    error::{GroupError, Phase, RankFailure},
+    verdict,
 };
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::{
     Slot,
-    adapter::{Adapter, AdapterError},
-    cpu,
-    error::{LoadError, OperandError},
-    pool::{Counters, PoolError, Snapshot, Source, Tier},
-    residency::Usage,
-    routing::Batch,
+    error::LoadError,
+    model::TpRank,
+    pool::{AdapterId, AdapterPool, Backend, Call, Copy, Granted, Limits, PoolError, Read, Source, StreamId},
 };
 
-/// The slots of a group's tables, shared by more adapters than fit: an adapter is loaded into the same slot on all ranks, or on none.
+/// Reads whose ends the ranks tell each other in one message.
+const MAX_READS: usize = 8;
+
+/// An [`AdapterPool`] on the ranks of a group: an adapter is in the same slot on all ranks, or on none.
 ///
-/// All ranks make the same calls in the same order. What they decide depends on these calls and on the verdicts that they exchange
-/// alone, so all evict the same adapters. The pool alone loads into the tables, unloads, and starts steps.
+/// All ranks make the same calls in the same order, and drop leases between the same calls. Each decides for itself, and all decide
+/// the same, because what may differ between ranks is agreed on: the end of a read or a copy, whether a copy can be enqueued, and what has
+/// failed. A load that fails on one rank fails on all, with the reasons of all.
 ///
-/// A load blocks until all ranks have made it. Requests for adapters that are loaded exchange nothing.
-///
-/// With a [host tier](Self::with_host_tier), each rank keeps its parts of adapters packed in host memory, page-locked on CUDA, and a
-/// [`prefetch`](Self::prefetch) brings them there beside steps. A rank reads what its tier lacks, so the ranks' tiers may differ.
-#[derive(Debug)]
-pub struct GroupPool<R, T: HostTable> {
-    /// With the pool's own handle of the table.
-    group: Group<R, T>,
-    /// That of everybody else.
-    table: T,
-    host: Option<HostTier<T>>,
-    /// By version.
-    loaded: HashMap<u64, Loaded>,
-    /// Of the adapter in each slot, up to the last that had one.
-    leases: Vec<usize>,
-    /// Number of the last use. It orders adapters by use.
-    uses: u64,
-    counters: Counters,
+/// While an adapter is registered, read or copied, a call waits for the other ranks to make it, and a rank that does not ends the group:
+/// then every call that could change a slot is an error ([`LoadError::Group`]), and steps go on with the leases that they have. Calls for
+/// adapters that are loaded exchange nothing.
+pub type GroupPool<R, B> = AdapterPool<OnRanks<R, B>>;
+
+/// The memory and the streams of a [`GroupPool`], which are those of this rank.
+pub struct OnRanks<R, B> {
+    ranks: R,
+    /// The ranks that this object is: one, except in tests.
+    members: Vec<Member<B>>,
+    /// Why the ranks cannot agree any more.
+    broken: Option<Broken>,
+    /// A digest of all calls.
+    calls: u64,
+    /// The numbers of the registered adapters, in their order. Ranks have different ids.
+    numbers: HashMap<AdapterId, u64>,
+    registered: u64,
+    /// Reads that have not ended on all ranks, in the order of their starts.
+    reading: VecDeque<Reading>,
+    /// Copies that have not ended on all ranks, in the order in which they were enqueued, and how many have.
+    copying: VecDeque<u64>,
+    copied: u64,
+    /// The copy that each slot was pointed to last, by stream and slot.
+    pointed: HashMap<(StreamId, usize), u64>,
+    /// For the pool.
+    reads: VecDeque<Read>,
+    copies: VecDeque<u64>,
+    pub(crate) agreements: Agreements,
 }
 
-#[derive(Debug)]
-struct Loaded {
-    slot: Slot,
-    last_use: u64,
+/// What the ranks agree on. Tests leave out each to show that this is seen.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Agreement {
+    /// A read has ended when it has on all ranks.
+    Reads,
+    /// So has a copy.
+    Copies,
+    /// A read copies if it does on all ranks.
+    Begun,
+    /// A copy is enqueued on all ranks or on none.
+    Enqueued,
+    /// A rank that enqueued it alone waits until it has run.
+    Settled,
+    /// A slot is pointed to an adapter on all ranks, or no step uses it.
+    Pointed,
+    /// A read that failed on another rank enqueues nothing more.
+    Failed,
+    /// A read whose copy is taken back when it is complete ends when it has run.
+    Abandoned,
+    /// Slots are emptied if they can be on all ranks.
+    Evicts,
 }
 
-impl<R: Ranks, T: HostTable> GroupPool<R, T> {
-    /// A pool of a group whose tables are empty, without a host tier. It takes this rank's table for good: other handles refuse loads,
-    /// unloads and steps.
-    ///
-    /// # Errors
-    /// [`PoolError::Slot`] if the table has adapters, or belongs to another pool.
-    pub fn new(group: Group<R, T>) -> Result<Self, PoolError> {
-        let (group, table) = group.claim()?;
-        let (loaded, leases, counters) = (HashMap::new(), Vec::new(), Counters::default());
-        Ok(Self { group, table, host: None, loaded, leases, uses: 0, counters })
+/// The agreements that hold: all of them, except in tests.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Agreements {
+    #[cfg(test)]
+    pub(crate) broken: Option<Agreement>,
+}
+
+impl Agreements {
+    #[cfg(test)]
+    fn hold(self, agreement: Agreement) -> bool {
+        self.broken != Some(agreement)
     }
 
-    /// Gives this rank a host tier of `host_bytes` bytes, all of which are allocated now on CUDA. Two prefetched adapters are read at a
-    /// time, beside one that [`acquire`](Self::acquire) reads. Up to `packers` threads read and convert the weights of each.
-    ///
-    /// # Errors
-    /// [`PoolError`] if the bytes are beyond a limit, memory is exhausted, or threads cannot be started.
-    pub fn with_host_tier(self, host_bytes: usize, packers: usize) -> Result<Self, PoolError> {
-        let host = HostTier::new(self.group.table(), host_bytes, packers)?;
-        Ok(Self { host: Some(host), ..self })
+    #[cfg(not(test))]
+    #[expect(clippy::unused_self, reason = "as in tests")]
+    const fn hold(self, _: Agreement) -> bool {
+        true
     }
 
-    /// The table of this rank, to make layers of, and to capture. The pool alone loads, unloads and steps.
-    pub fn table(&self) -> &T {
-        &self.table
+    /// Whether all ranks say yes.
+    fn all(self, agreement: Agreement, answers: &[Answer]) -> bool {
+        let is_yes = |answer: &Answer| matches!(answer, Answer::Yes);
+        if self.hold(agreement) { answers.iter().all(is_yes) } else { answers.iter().any(is_yes) }
+    }
+}
+
+struct Reading {
+    id: AdapterId,
+    /// The copy that it makes, unless this was taken back.
+    copy: Option<Copy>,
+    /// Whether it has failed on a rank.
+    has_failed: bool,
+}
+
+/// A rank.
+struct Member<B> {
+    backend: B,
+    /// Reads that have ended on this rank, and not on all.
+    ended: HashMap<AdapterId, Read>,
+    /// Copies that have ended on this rank, and not on all.
+    copied: HashSet<u64>,
+    /// Copies that were complete when they were taken back. The reads that made them end with them.
+    abandoned: HashMap<AdapterId, u64>,
+}
+
+#[derive(Clone, Debug)]
+enum Broken {
+    Channel(ChannelError),
+    Disagreement(Vec<String>),
+}
+
+/// What a rank tells the others.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[expect(unnameable_types, reason = "of a private trait")]
+pub struct Said {
+    calls: u64,
+    on: On,
+    answer: Answer,
+}
+
+/// What the ranks agree on.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+enum On {
+    Limits { slots: usize, streams: usize },
+    Size,
+    Read,
+    Ends,
+    Copy,
+    Point,
+    Evict,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+enum Answer {
+    Yes,
+    No,
+    Failed {
+        phase: Phase,
+        reason: String,
+    },
+    Limits {
+        arena_bytes: usize,
+        host_bytes: usize,
+        max_reads: usize,
+    },
+    Size {
+        bytes: usize,
+        is_exact: bool,
+    },
+    Ends {
+        reads: Vec<End>,
+        /// Copies, since the pool was made.
+        copied: u64,
+        /// Why the first of the reads that failed did.
+        reason: String,
+    },
+}
+
+/// How far a rank has come with a read.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+enum End {
+    UnderWay,
+    /// Bytes of the block.
+    Whole(usize),
+    Failed,
+    /// It has failed on another rank, and nothing of its copy is on its way on this one.
+    Clear,
+}
+
+/// How the ranks exchange what they say.
+#[expect(unnameable_types, reason = "ranks have it, and tests")]
+pub trait Exchange {
+    /// What all ranks say, by rank, in exchange for what the ranks of this object do.
+    fn exchange(&mut self, own: Vec<Said>) -> Result<Vec<Said>, ChannelError>;
+}
+
+impl<R: Ranks> Exchange for R {
+    fn exchange(&mut self, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
+        own.first().map_or_else(|| Ok(Vec::new()), |said| verdict::exchange(self, said))
+    }
+}
+
+impl<R, B> fmt::Debug for OnRanks<R, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnRanks").field("broken", &self.broken).finish_non_exhaustive()
+    }
+}
+
+impl Broken {
+    fn error(&self) -> LoadError {
+        LoadError::Group(Box::new(match self {
+            Self::Channel(error) => GroupError::Channel(error.clone()),
+            Self::Disagreement(ranks) => GroupError::Disagreement { ranks: ranks.clone() },
+        }))
+    }
+}
+
+impl Answer {
+    fn failed(phase: Phase, error: &dyn fmt::Display) -> Self {
+        Self::Failed { phase, reason: verdict::reason(&error.to_string()) }
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.on {
+            On::Limits { slots, streams } => {
+                return write!(f, "makes a pool of {slots} slots and {streams} streams");
+            }
+            On::Size => "registers an adapter",
+            On::Read => "starts a read",
+            On::Ends => "asks what has ended",
+            On::Copy => "copies an adapter",
+            On::Point => "leases a slot",
+            On::Evict => "empties a slot",
+        };
+        write!(f, "{what} after the calls {:016x}", self.calls)
+    }
+}
+
+impl<B: Backend> Member<B> {
+    /// Enqueues nothing more of a copy that a read makes. If all of it is, the read ends when that has run.
+    fn take_back(&mut self, copy: &Copy) {
+        if !self.backend.revoke(copy) && !self.copied.remove(&copy.number) && self.backend.abandon(copy) {
+            self.abandoned.insert(copy.id, copy.number);
+        }
     }
 
-    /// Starts to read this rank's part of an adapter into its host tier, and counts as a use there. Needs no other rank, and does nothing
-    /// without a host tier. The source may be one of another rank. If the read fails, the next [`acquire`](Self::acquire) fails on all
-    /// ranks and says why; the one after it opens the adapter again.
-    ///
-    /// # Errors
-    /// [`LoadError::Slot`] if the source is of another element type, [`LoadError::Adapter`] if it is of another rank, and this rank's
-    /// part cannot be planned.
-    pub fn prefetch(&mut self, version: u64, source: Source) -> Result<(), LoadError> {
-        self.host.as_mut().map_or(Ok(()), |host| host.prefetch(self.group.table(), version, &source))
+    /// How far the reads and the copies are that have not ended on all ranks.
+    fn ends(&self, reading: &VecDeque<Reading>, copying: &VecDeque<u64>, copied: u64) -> Answer {
+        let mut failure = None;
+        let mut end = |&Reading { id, has_failed, .. }: &Reading| match self.ended.get(&id).map(|read| &read.result) {
+            None => End::UnderWay,
+            Some(_) if self.abandoned.contains_key(&id) => End::UnderWay,
+            Some(Ok(_)) if has_failed => End::Clear,
+            Some(Ok(bytes)) => End::Whole(*bytes),
+            // A message has room for one reason.
+            Some(Err(_)) if failure.is_some() => End::UnderWay,
+            Some(Err(error)) => {
+                failure = Some(verdict::reason(&error.to_string()));
+                End::Failed
+            }
+        };
+        let reads = reading.iter().take(MAX_READS).map(&mut end).collect();
+        let ended = copying.iter().take_while(|&number| self.copied.contains(number)).count();
+        Answer::Ends { reads, copied: copied + ended as u64, reason: failure.unwrap_or_default() }
     }
 
-    /// Whether a [`prefetch`](Self::prefetch) of an adapter is under way on this rank.
-    pub fn is_reading(&mut self, version: u64) -> bool {
-        self.host.as_mut().is_some_and(|host| host.is_reading(version))
+    /// Takes note of what has ended on this rank.
+    fn notice(&mut self, wait: Option<Duration>) {
+        self.backend.notice(wait.filter(|_| self.ended.is_empty()));
+        while let Some(number) = self.backend.next_copied() {
+            let before = self.abandoned.len();
+            self.abandoned.retain(|_, abandoned| *abandoned != number);
+            if self.abandoned.len() == before {
+                self.copied.insert(number);
+            }
+        }
+        while let Some(read) = self.backend.next_read() {
+            self.ended.insert(read.id, read);
+        }
+    }
+}
+
+impl<R: Exchange, B: Backend> OnRanks<R, B> {
+    pub(crate) fn of(ranks: R, backends: Vec<B>) -> Self {
+        let member =
+            |backend| Member { backend, ended: HashMap::new(), copied: HashSet::new(), abandoned: HashMap::new() };
+        Self {
+            ranks,
+            members: backends.into_iter().map(member).collect(),
+            broken: None,
+            calls: 0,
+            numbers: HashMap::new(),
+            registered: 0,
+            reading: VecDeque::new(),
+            copying: VecDeque::new(),
+            copied: 0,
+            pointed: HashMap::new(),
+            reads: VecDeque::new(),
+            copies: VecDeque::new(),
+            agreements: Agreements::default(),
+        }
     }
 
-    /// Blocks this thread until a prefetch has ended on this rank, or for `timeout`. Returns whether one has; `false` at once if none is
-    /// under way.
-    pub fn wait(&mut self, timeout: Duration) -> bool {
-        self.host.as_mut().is_some_and(|host| host.wait(timeout))
+    fn own(&self) -> &B {
+        &self.members[0].backend
     }
 
-    /// The state of the pool on this rank. Its adapters are those that are on the device. `waits`, `loading`,
-    /// `moves` and `copied_bytes` are 0.
-    pub fn snapshot(&self) -> Snapshot {
-        let host = self.host.as_ref();
-        let of_host = host.map(HostTier::counters).unwrap_or_default();
-        Snapshot {
-            adapters: self.loaded.len(),
-            resident: self.loaded.len(),
-            copying: 0,
-            host: host.map_or(0, HostTier::len),
-            reading: host.map_or(0, HostTier::reads),
-            waiting: 0,
-            leased: self.leases.iter().filter(|&&leases| leases > 0).count(),
-            leases: self.leases.iter().sum(),
-            pinned: 0,
-            device_memory: self.table().usage(),
-            host_memory: self.host_usage().unwrap_or(Usage { capacity: 0, used: 0, largest_gap: 0 }),
-            counters: Counters {
-                host_evictions: of_host.host_evictions,
-                reads: of_host.reads,
-                read_bytes: of_host.read_bytes,
-                read_time: of_host.read_time,
-                failures: self.counters.failures + of_host.failures,
-                ..self.counters
+    #[cfg(test)]
+    pub(crate) fn backends(&mut self) -> impl Iterator<Item = &mut B> {
+        self.members.iter_mut().map(|member| &mut member.backend)
+    }
+
+    /// Reads that have not been taken.
+    #[cfg(test)]
+    pub(crate) fn num_reads(&self) -> usize {
+        self.reading.len() + self.reads.len()
+    }
+
+    /// The answers of all ranks; `None` if they cannot agree any more.
+    fn ask(&mut self, on: On, mut answer: impl FnMut(&mut Member<B>) -> Answer) -> Option<Vec<Answer>> {
+        if self.broken.is_some() {
+            return None;
+        }
+        let calls = self.calls;
+        let say = |member| Said { calls, on, answer: answer(member) };
+        let own = self.members.iter_mut().map(say).collect();
+        let broken = match self.ranks.exchange(own) {
+            Err(error) => Broken::Channel(error),
+            Ok(said) if said.iter().all(|said| (said.calls, said.on) == (calls, on)) => {
+                return Some(said.into_iter().map(|said| said.answer).collect());
+            }
+            Ok(said) => Broken::Disagreement(
+                said.iter().enumerate().map(|(rank, said)| format!("rank {rank} {said}")).collect(),
+            ),
+        };
+        self.broken = Some(broken);
+        None
+    }
+
+    /// Why not all ranks have done what was asked for, if they have not.
+    fn refusal(&self, answers: Option<&[Answer]>, own: Option<LoadError>) -> Option<LoadError> {
+        let Some(answers) = answers else { return self.broken.as_ref().map(Broken::error) };
+        let failure = |(rank, answer): (usize, &Answer)| match answer {
+            Answer::Failed { phase, reason } => {
+                Some(RankFailure { rank, phase: *phase, reason: reason.clone(), is_full: false })
+            }
+            _ => None,
+        };
+        let failures: Vec<_> = answers.iter().enumerate().filter_map(failure).collect();
+        (!failures.is_empty()).then(|| refused(failures, own))
+    }
+
+    /// The smallest limits of all ranks.
+    fn agree_on(&mut self, limits: Limits, streams: usize) -> Result<Limits, LoadError> {
+        let Limits { num_slots: slots, arena_bytes, host_bytes, max_reads } = limits;
+        let answers =
+            self.ask(On::Limits { slots, streams }, |_| Answer::Limits { arena_bytes, host_bytes, max_reads });
+        if let Some(broken) = &self.broken {
+            return Err(broken.error());
+        }
+        Ok(answers.into_iter().flatten().fold(limits, |least, answer| match answer {
+            Answer::Limits { arena_bytes, host_bytes, max_reads } => Limits {
+                num_slots: slots,
+                arena_bytes: least.arena_bytes.min(arena_bytes),
+                host_bytes: least.host_bytes.min(host_bytes),
+                max_reads: least.max_reads.min(max_reads),
             },
+            _ => least,
+        }))
+    }
+
+    /// Takes note of reads that have ended on all ranks.
+    fn end_reads(&mut self, answers: &[Answer]) {
+        let mut place = 0;
+        for index in 0..MAX_READS.min(self.reading.len()) {
+            let ends: Vec<_> = answers.iter().filter_map(|answer| answer.end(index)).collect();
+            let is_whole = |end: &End| matches!(end, End::Whole(_));
+            let has_failed = ends.contains(&End::Failed);
+            let has_ended = if has_failed {
+                ends.iter().all(|end| matches!(end, End::Failed | End::Clear))
+            } else if self.agreements.hold(Agreement::Reads) {
+                ends.iter().all(is_whole)
+            } else {
+                ends.iter().any(is_whole)
+            };
+            let is_news = has_failed && !mem::replace(&mut self.reading[place].has_failed, true);
+            if is_news && self.agreements.hold(Agreement::Failed) {
+                self.take_back(place);
+            }
+            if has_ended && let Some(Reading { id, .. }) = self.reading.remove(place) {
+                let read = self.end_read(id, answers, &ends);
+                self.reads.push_back(read);
+            } else {
+                place += 1;
+            }
         }
     }
 
-    /// The fastest tier that an adapter is in on this rank.
-    pub fn tier(&self, version: u64) -> Tier {
-        match &self.host {
-            _ if self.loaded.contains_key(&version) => Tier::Device,
-            Some(host) if host.has(version) => Tier::Host,
-            _ => Tier::Source,
+    /// The end of a read on all ranks.
+    fn end_read(&mut self, id: AdapterId, answers: &[Answer], ends: &[End]) -> Read {
+        let (mut time, mut own) = (Duration::ZERO, None);
+        for member in &mut self.members {
+            if let Some(read) = member.ended.remove(&id) {
+                time = read.time;
+                own = read.result.err();
+            }
         }
-    }
-
-    /// Memory use of this rank's host tier.
-    pub fn host_usage(&self) -> Option<Usage> {
-        self.host.as_ref().map(HostTier::usage)
-    }
-
-    /// Leases an adapter for steps of all ranks, until [`release`](Self::release), and returns its slot, which is the same on all ranks.
-    /// Leases of an adapter are counted.
-    ///
-    /// An adapter that is not loaded is [loaded](Group::load) from this rank's host tier, or from `open`, which may be called several
-    /// times, and leaves it in the host tier. Where no slot is empty, it
-    /// replaces the least recently used adapter without a lease. Where the arena of any rank is full, all ranks evict such adapters, one
-    /// at a time, until it fits on all. Call this between the same two steps on all ranks.
-    ///
-    /// `version` is a number by which all ranks know the adapter, as for [`Group::prepare`].
-    ///
-    /// # Errors
-    /// As for [`Group::load`], and [`GroupError::NoFreeSlot`] if all slots are leased. Leased adapters keep serving. Others do, too,
-    /// except those that were evicted for room, and the one in the slot of [`GroupError::Torn`].
-    ///
-    /// # Panics
-    /// If `open` or the table panics, as for [`Group::load`].
-    pub fn acquire<A: Borrow<Adapter>>(
-        &mut self,
-        version: u64,
-        open: impl Fn() -> Result<A, AdapterError>,
-    ) -> Result<Slot, GroupError> {
-        self.acquire_by(version, &Opened(open))
-    }
-
-    /// As [`acquire`](Self::acquire), of a source, which may be one of another rank. Files that have changed since it was made are this
-    /// rank's error.
-    ///
-    /// # Errors
-    /// As for `acquire`.
-    ///
-    /// # Panics
-    /// If the table panics, as for [`Group::load`].
-    pub fn acquire_from(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
-        self.acquire_by(version, source)
-    }
-
-    fn acquire_by(&mut self, version: u64, origin: &impl Origin) -> Result<Slot, GroupError> {
-        self.uses += 1;
-        if let Some(loaded) = self.loaded.get_mut(&version) {
-            loaded.last_use = self.uses;
-            self.counters.hits += 1;
-            let slot = loaded.slot;
-            self.lease(slot);
-            return Ok(slot);
-        }
-        let loaded = self.load(version, origin);
-        match &loaded {
-            Ok(_) => self.counters.misses += 1,
-            Err(error) if error.is_full() => self.counters.full += 1,
-            Err(_) => self.counters.failures += 1,
-        }
-        loaded
-    }
-
-    /// Loads an adapter, and leases it.
-    fn load(&mut self, version: u64, origin: &impl Origin) -> Result<Slot, GroupError> {
-        let slot = match (self.group.free_slot(), self.victim()) {
-            (Err(GroupError::NoFreeSlot), Some(victim)) => self.loaded[&victim].slot,
-            (slot, _) => slot?,
+        let failure = |(rank, end): (usize, &End)| match (end, &answers[rank]) {
+            (End::Failed, Answer::Ends { reason, .. }) => {
+                Some(RankFailure { rank, phase: Phase::Fill, reason: reason.clone(), is_full: false })
+            }
+            _ => None,
         };
-        let prepared = loop {
-            let host = &mut self.host;
-            let prepared = self.group.prepare_by(slot, version, |table, progress| match host {
-                Some(host) => host.fill(table, (slot, version), origin, progress),
-                None => origin.read(table, |image| {
-                    *progress = Progress { phase: Phase::Reserve, can_hold: table.can_hold(image) };
-                    let reservation = table.reserve(slot, image)?;
-                    progress.phase = Phase::Fill;
-                    table.fill(reservation, image)
-                }),
-            });
-            match (prepared, self.victim()) {
-                (Err(error @ GroupError::Refused { .. }), Some(victim)) if error.is_full() => {
-                    self.evict(victim);
+        let failures: Vec<_> = ends.iter().enumerate().filter_map(failure).collect();
+        if failures.is_empty() {
+            let bytes = ends.iter().map(|end| if let End::Whole(bytes) = end { *bytes } else { 0 }).max();
+            return Read { id, time, result: Ok(bytes.unwrap_or(0)) };
+        }
+        // What other ranks have packed.
+        self.members.iter_mut().for_each(|member| member.backend.forget(id));
+        Read { id, time, result: Err(refused(failures, own)) }
+    }
+
+    /// Takes the copy of a read back, if it makes one.
+    fn take_back(&mut self, place: usize) {
+        if let Some(copy) = self.reading[place].copy.take() {
+            for member in &mut self.members {
+                member.take_back(&copy);
+                if !self.agreements.hold(Agreement::Abandoned) {
+                    member.abandoned.clear();
                 }
-                (prepared, _) => break prepared?,
             }
+        }
+    }
+
+    /// Takes note of copies that have ended on all ranks.
+    fn end_copies(&mut self, answers: &[Answer]) {
+        let copied = answers.iter().map(|answer| if let Answer::Ends { copied, .. } = answer { *copied } else { 0 });
+        let copied = if self.agreements.hold(Agreement::Copies) { copied.min() } else { copied.max() }.unwrap_or(0);
+        while self.copied < copied
+            && let Some(number) = self.copying.pop_front()
+        {
+            self.copied += 1;
+            self.members.iter_mut().for_each(|member| {
+                member.copied.remove(&number);
+            });
+            self.copies.push_back(number);
+        }
+    }
+
+    fn note(&mut self, word: u64) {
+        self.calls = (self.calls.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn number_of(&self, id: AdapterId) -> u64 {
+        self.numbers.get(&id).copied().unwrap_or(u64::MAX)
+    }
+}
+
+impl Answer {
+    fn end(&self, index: usize) -> Option<End> {
+        if let Self::Ends { reads, .. } = self { reads.get(index).copied() } else { None }
+    }
+}
+
+fn refused(failures: Vec<RankFailure>, own: Option<LoadError>) -> LoadError {
+    LoadError::Group(Box::new(GroupError::Refused { failures, own: own.map(Box::new) }))
+}
+
+impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
+    type Source = B::Source;
+    type Weights = B::Weights;
+    type Batch<'a> = B::Batch<'a>;
+    type Workspace = B::Workspace;
+    type Step<'a>
+        = B::Step<'a>
+    where
+        Self: 'a;
+    type Error = B::Error;
+
+    fn check(&self) -> Result<(), PoolError> {
+        self.broken.as_ref().map_or(Ok(()), |broken| Err(broken.error().into()))
+    }
+
+    fn called(&mut self, call: Call<'_>) {
+        let words: &[u64] = match call {
+            Call::Unregister(id) => &[1, self.number_of(id)],
+            Call::Prefetch(id) => &[2, self.number_of(id)],
+            Call::Retry(id) => &[3, self.number_of(id)],
+            Call::Pin(id, is_pinned) => &[4, self.number_of(id), u64::from(is_pinned)],
+            Call::Prepare(ids, stream) => {
+                self.note(ids.len() as u64);
+                ids.iter().for_each(|&id| self.note(self.number_of(id)));
+                &[5, stream.0 as u64]
+            }
+            Call::Release(slot, stream) => &[6, slot as u64, stream.0 as u64],
+            Call::Commit(stream) => &[7, stream.0 as u64],
         };
-        // The adapter in the slot is replaced, or lost.
-        let before = self.loaded.len();
-        self.loaded.retain(|_, loaded| loaded.slot != slot);
-        self.counters.evictions += (before - self.loaded.len()) as u64;
-        self.group.commit(prepared)?;
-        self.counters.copies += 1;
-        self.loaded.insert(version, Loaded { slot, last_use: self.uses });
-        self.lease(slot);
-        Ok(slot)
+        words.iter().for_each(|&word| self.note(word));
     }
 
-    /// Ends one lease of an adapter, after the last step that uses it. The adapter stays loaded until it is evicted.
-    ///
-    /// # Errors
-    /// [`GroupError::NotLeased`].
-    pub fn release(&mut self, version: u64) -> Result<(), GroupError> {
-        let index = self.slot(version).and_then(Slot::index);
-        let leases = index.and_then(|index| self.leases.get_mut(index)).filter(|leases| **leases > 0);
-        *leases.ok_or(GroupError::NotLeased { version })? -= 1;
-        Ok(())
+    fn tp(&self) -> TpRank {
+        self.own().tp()
     }
 
-    /// Forgets an adapter: unloads it, and frees its host memory. All ranks must, unless it has a lease.
-    ///
-    /// # Errors
-    /// [`GroupError::Leased`]. Nothing is changed then.
-    pub fn remove(&mut self, version: u64) -> Result<(), GroupError> {
-        if self.slot(version).is_some_and(|slot| self.is_leased(slot)) {
-            return Err(GroupError::Leased { version });
-        }
-        self.unload(version);
-        if let Some(host) = &mut self.host {
-            host.remove(version);
-        }
-        Ok(())
-    }
-
-    /// The slot of an adapter; `None` if it is not loaded. For routers that place requests.
-    pub fn slot(&self, version: u64) -> Option<Slot> {
-        self.loaded.get(&version).map(|loaded| loaded.slot)
-    }
-
-    /// Takes note of a lease of the adapter in a slot.
-    fn lease(&mut self, slot: Slot) {
-        if let Some(index) = slot.index() {
-            self.leases.resize(self.leases.len().max(index + 1), 0);
-            self.leases[index] += 1;
-        }
-    }
-
-    /// Whether the adapter in a slot has a lease.
-    fn is_leased(&self, slot: Slot) -> bool {
-        slot.index().is_some_and(|index| self.leases.get(index).is_some_and(|&leases| leases > 0))
-    }
-
-    /// Rejects slots of adapters without a lease.
-    fn check_leased(&self, slots: &[Slot]) -> Result<(), OperandError> {
-        let stale = slots.iter().find(|&&slot| slot != Slot::BASE && !self.is_leased(slot));
-        stale.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
-    }
-
-    /// The least recently used adapter without a lease.
-    fn victim(&self) -> Option<u64> {
-        let idle = self.loaded.iter().filter(|(_, loaded)| !self.is_leased(loaded.slot));
-        idle.min_by_key(|(_, loaded)| loaded.last_use).map(|(&version, _)| version)
-    }
-
-    fn evict(&mut self, version: u64) {
-        self.counters.evictions += 1;
-        self.unload(version);
-    }
-
-    /// Unloads an adapter. If this rank cannot, it keeps the memory, and no rank chooses the slot again.
-    fn unload(&mut self, version: u64) {
-        if let Some(loaded) = self.loaded.remove(&version) {
-            // The ranks go on together, and the verdict of the next load tells them of it.
-            let _ = self.group.table().unload(loaded.slot);
-        }
-    }
-}
-
-/// Starts the steps of a pool on one backend. The batch is the argument of the backend's own `step`.
-macro_rules! step {
-    ($(#[$attribute:meta])* $backend:ident, $batch:ty, $error:ty) => {
-        $(#[$attribute])*
-        impl<R: Ranks> GroupPool<R, $backend::WeightTable> {
-            /// Starts a step of `batch` on this rank. The step borrows the pool, so that no slot changes before its last operation.
-            ///
-            /// # Errors
-            /// [`OperandError::NotLeased`] if the batch names a slot whose adapter was not [acquired](Self::acquire), or has been
-            /// [released](Self::release); or as for the table's own `step`.
-            pub fn step<'a>(
-                &'a self,
-                batch: &$batch,
-                workspace: &'a mut $backend::Workspace,
-            ) -> Result<$backend::Step<'a>, $error> {
-                let step = self.group.table().step(batch, workspace)?;
-                self.check_leased(batch.slots())?;
-                Ok(step)
+    /// The largest of the ranks' blocks, so that a block has the same place on all of them.
+    fn add(&mut self, id: AdapterId, source: B::Source) -> Result<(usize, bool), PoolError> {
+        self.registered += 1;
+        self.numbers.insert(id, self.registered);
+        self.note(self.registered);
+        let mut own = None;
+        let answers = self.ask(On::Size, |member| {
+            let added = member.backend.shard(&source).map_err(PoolError::from);
+            match added.and_then(|source| member.backend.add(id, source)) {
+                Ok((bytes, is_exact)) => Answer::Size { bytes, is_exact },
+                Err(error) => {
+                    let answer = Answer::failed(Phase::Plan, &error);
+                    own = error.into_load();
+                    answer
+                }
             }
+        });
+        if let Some(refusal) = self.refusal(answers.as_deref(), own) {
+            self.remove(id);
+            return Err(refusal.into());
         }
-    };
+        let size = |answer| if let Answer::Size { bytes, is_exact } = answer { (bytes, is_exact) } else { (0, false) };
+        let sizes = answers.into_iter().flatten().map(size);
+        Ok(sizes.fold((0, true), |(bytes, is_exact), size| (bytes.max(size.0), is_exact && size.1)))
+    }
+
+    fn remove(&mut self, id: AdapterId) {
+        self.numbers.remove(&id);
+        self.members.iter_mut().for_each(|member| member.backend.remove(id));
+    }
+
+    /// With a copy, if all ranks can make it.
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+        let copy = copy.filter(|_| self.broken.is_none());
+        let mut reading = Reading { id, copy: None, has_failed: false };
+        let Some(copy) = copy else {
+            self.members.iter_mut().for_each(|member| {
+                member.backend.read(id, to.clone(), None);
+            });
+            self.reading.push_back(reading);
+            return false;
+        };
+        let mut begun = Vec::new();
+        let answers = self.ask(On::Read, |member| {
+            begun.push(member.backend.read(id, to.clone(), Some(copy)));
+            if begun.last() == Some(&true) { Answer::Yes } else { Answer::No }
+        });
+        let is_copied = answers.is_some_and(|answers| self.agreements.all(Agreement::Begun, &answers));
+        if is_copied {
+            reading.copy = Some(copy.clone());
+        } else {
+            let begun = self.members.iter_mut().zip(begun).filter(|(_, has_begun)| *has_begun);
+            begun.for_each(|(member, _)| member.take_back(copy));
+        }
+        self.reading.push_back(reading);
+        is_copied
+    }
+
+    fn notice(&mut self, wait: Option<Duration>) {
+        self.members.iter_mut().for_each(|member| member.notice(wait));
+        if self.reading.is_empty() && self.copying.is_empty() {
+            return;
+        }
+        let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
+        let copied = self.copied;
+        let answers = self.ask(On::Ends, |member| member.ends(&reading, &copying, copied));
+        (self.reading, self.copying) = (reading, copying);
+        if let Some(answers) = answers {
+            self.end_copies(&answers);
+            self.end_reads(&answers);
+        }
+    }
+
+    fn next_read(&mut self) -> Option<Read> {
+        self.reads.pop_front()
+    }
+
+    fn copies_parts(&self) -> bool {
+        self.own().copies_parts()
+    }
+
+    /// A rank that has enqueued all of the copy ends its read when the copy has run.
+    fn revoke(&mut self, copy: &Copy) -> bool {
+        if let Some(place) = self.reading.iter().position(|reading| reading.id == copy.id) {
+            self.take_back(place);
+        }
+        true
+    }
+
+    fn abandon(&mut self, _copy: &Copy) -> bool {
+        false
+    }
+
+    fn finish(&mut self, copy: &Copy) {
+        self.members.iter_mut().for_each(|member| member.backend.finish(copy));
+        self.copying.push_back(copy.number);
+    }
+
+    /// By all ranks, or by none.
+    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
+        let mut own = None;
+        let answers = self.ask(On::Copy, |member| match member.backend.copy(copy) {
+            Ok(()) => Answer::Yes,
+            Err(error) => {
+                let answer = Answer::failed(Phase::Fill, &error);
+                own = Some(error);
+                answer
+            }
+        });
+        let refusal = self.refusal(answers.as_deref(), own);
+        let Some(refusal) = refusal.filter(|_| self.agreements.hold(Agreement::Enqueued)) else {
+            self.copying.push_back(copy.number);
+            return Ok(());
+        };
+        // A rank that has enqueued it reads host memory that others will be given.
+        if self.agreements.hold(Agreement::Settled) {
+            self.members.iter_mut().for_each(|member| member.backend.settle());
+        }
+        Err(refusal)
+    }
+
+    fn next_copied(&mut self) -> Option<u64> {
+        self.copies.pop_front()
+    }
+
+    fn settle(&mut self) {}
+
+    /// On all ranks, or no step may use the slots.
+    fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError> {
+        let is_pointed = |granted: &Granted| self.pointed.get(&(stream, granted.slot)) == Some(&granted.number);
+        if granted.iter().all(is_pointed) {
+            return Ok(());
+        }
+        let mut own = None;
+        let answers = self.ask(On::Point, |member| match member.backend.point(granted, stream) {
+            Ok(()) => Answer::Yes,
+            Err(error) => {
+                let answer = Answer::failed(Phase::Commit, &error);
+                own = error.into_load();
+                answer
+            }
+        });
+        let refusal = self.refusal(answers.as_deref(), own);
+        if let Some(refusal) = refusal.filter(|_| self.agreements.hold(Agreement::Pointed)) {
+            return Err(refusal.into());
+        }
+        self.pointed.extend(granted.iter().map(|granted| ((stream, granted.slot), granted.number)));
+        Ok(())
+    }
+
+    fn may_evict(&mut self) -> bool {
+        let answers = self.ask(On::Evict, |member| if member.backend.may_evict() { Answer::Yes } else { Answer::No });
+        answers.is_some_and(|answers| self.agreements.all(Agreement::Evicts, &answers))
+    }
+
+    fn evict(&mut self, slot: usize) {
+        self.members.iter_mut().for_each(|member| member.backend.evict(slot));
+        self.pointed.retain(|(_, pointed), _| *pointed != slot);
+    }
+
+    fn forget(&mut self, id: AdapterId) {
+        self.members.iter_mut().for_each(|member| member.backend.forget(id));
+    }
+
+    fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
+        self.own().weights(stream)
+    }
+
+    fn slots<'b>(batch: &'b B::Batch<'_>) -> &'b [Slot] {
+        B::slots(batch)
+    }
+
+    fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &B::Batch<'a>,
+        workspace: &'a mut B::Workspace,
+    ) -> Result<B::Step<'a>, B::Error> {
+        self.own().step(stream, batch, workspace)
+    }
 }
 
-step!(cpu, Batch<'a>, OperandError);
-step!(
-    #[cfg(feature = "cuda")]
-    cuda,
-    cuda::RoutedBatch<'a>,
-    cuda::LaunchError
-);
+impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
+    /// The pool of a group, of which `pool` is this rank's part: a pool of the rank's model, without adapters. All ranks call this, and
+    /// give as many slots; of the sizes of their tiers, the smallest count.
+    ///
+    /// ```
+    /// # use aril::{DType, cpu, group::{GroupPool, InProcess, Ranks}, model::Model, plan::Capacity, pool::{PoolConfig, PoolError}};
+    /// # fn rank(ranks: InProcess, model: &Model, capacity: Capacity) -> Result<(), PoolError> {
+    /// let pool = cpu::AdapterPool::new(model, DType::BF16, capacity, PoolConfig::arena_bytes(1 << 30))?;
+    /// let mut pool = GroupPool::new(ranks, pool)?;
+    /// pool.poll();
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`PoolError::Slot`] if `pool` has adapters, and [`PoolError::Load`] if the channel is of another rank than the pool's model
+    /// ([`GroupError::OtherRank`]), fails, or the ranks have different numbers of slots ([`GroupError::Disagreement`]).
+    pub fn new(ranks: R, pool: AdapterPool<B>) -> Result<Self, PoolError> {
+        let (channel, table) = (ranks.tp(), pool.backend.tp());
+        if channel != table {
+            return Err(LoadError::Group(Box::new(GroupError::OtherRank { channel, table })).into());
+        }
+        let (backend, limits, streams) = pool.into_backend()?;
+        let mut backend = OnRanks::of(ranks, vec![backend]);
+        let limits = backend.agree_on(limits, streams)?;
+        let mut pool = Self::within(backend, limits)?;
+        for _ in 1..streams {
+            pool.new_stream();
+        }
+        Ok(pool)
+    }
+}

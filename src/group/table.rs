@@ -1,14 +1,11 @@
-use std::sync::Arc;
-
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::{
     DType, Slot,
     adapter::SlotImage,
     cpu,
-    error::{LoadError, SlotError},
+    error::LoadError,
     model::Model,
-    pool::PoolError,
     residency::{Resident, Usage},
 };
 
@@ -62,52 +59,7 @@ pub trait Table {
     fn unload(&self, slot: Slot) -> Result<(), LoadError>;
 }
 
-/// A weight table whose adapters can be kept in host memory, packed as the device needs them.
-pub trait HostTable: Table + Sized + 'static {
-    /// The memory for them.
-    type Host: Send + Sync;
-    /// An adapter in it. Dropping it frees its memory.
-    type Packed: Send;
-
-    /// Gives the table to a pool, for good: this handle and all others refuse loads, unloads and steps from now on, except the one that
-    /// this returns.
-    ///
-    /// # Errors
-    /// [`SlotError::Pooled`] if a pool has the table, [`SlotError::Loaded`] if it has adapters.
-    fn claim(&self) -> Result<Self, SlotError>;
-
-    /// Allocates host memory.
-    ///
-    /// # Errors
-    /// [`PoolError`] if the bytes are beyond a limit, or memory is exhausted.
-    fn host(&self, bytes: usize) -> Result<Arc<Self::Host>, PoolError>;
-
-    /// Use of the memory.
-    fn host_usage(host: &Self::Host) -> Usage;
-
-    /// Packs an adapter, or returns `None` if there is no room.
-    ///
-    /// # Errors
-    /// [`LoadError`] if a weight cannot be read, or has no finite value in the image's element type.
-    fn pack(host: &Arc<Self::Host>, image: &SlotImage<'_>) -> Result<Option<Self::Packed>, LoadError>;
-
-    /// As [`Table::can_hold`].
-    fn can_hold_packed(&self, packed: &Self::Packed) -> bool;
-
-    /// As [`Table::reserve`].
-    ///
-    /// # Errors
-    /// As for [`Table::reserve`].
-    fn reserve_packed(&self, slot: Slot, packed: &Self::Packed) -> Result<Self::Reservation, LoadError>;
-
-    /// As [`Table::fill`].
-    ///
-    /// # Errors
-    /// [`LoadError`] if a copy failed.
-    fn fill_packed(&self, reservation: Self::Reservation, packed: &Self::Packed) -> Result<Self::Filled, LoadError>;
-}
-
-/// Implements [`Table`] and [`HostTable`] for a backend's table. `fill` is the way that the backend writes an adapter.
+/// Implements [`Table`] for a backend's table. `fill` is the way that the backend writes an adapter.
 macro_rules! table {
     ($backend:ident, $fill:expr) => {
         impl Table for $backend::WeightTable {
@@ -151,44 +103,6 @@ macro_rules! table {
 
             fn unload(&self, slot: Slot) -> Result<(), LoadError> {
                 self.unload(slot)
-            }
-        }
-
-        impl HostTable for $backend::WeightTable {
-            type Host = $backend::HostMemory;
-            type Packed = $backend::HostAdapter;
-
-            fn claim(&self) -> Result<Self, SlotError> {
-                self.claim()
-            }
-
-            fn host(&self, bytes: usize) -> Result<Arc<Self::Host>, PoolError> {
-                Ok(Arc::new(self.host_memory(bytes)?))
-            }
-
-            fn host_usage(host: &Self::Host) -> Usage {
-                host.usage()
-            }
-
-            fn pack(host: &Arc<Self::Host>, image: &SlotImage<'_>) -> Result<Option<Self::Packed>, LoadError> {
-                Self::Packed::new(host, image)
-            }
-
-            fn can_hold_packed(&self, packed: &Self::Packed) -> bool {
-                self.arena_bytes_of(packed) <= self.usage().capacity
-            }
-
-            fn reserve_packed(&self, slot: Slot, packed: &Self::Packed) -> Result<Self::Reservation, LoadError> {
-                self.check_slot(slot)?;
-                self.reserve_packed(packed)
-            }
-
-            fn fill_packed(
-                &self,
-                reservation: Self::Reservation,
-                packed: &Self::Packed,
-            ) -> Result<Self::Filled, LoadError> {
-                self.fill_packed(reservation, packed)
             }
         }
     };

@@ -2,14 +2,17 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use super::{channel::Message, error::Phase};
+use super::{
+    channel::{ChannelError, Message, Ranks},
+    error::Phase,
+};
 use crate::Slot;
 
 /// Characters of a reason. Each takes up to 6 bytes in JSON.
 const MAX_REASON: usize = 299;
-const _: () = assert!((MAX_REASON + 1) * 6 + 100 <= Message::BYTES);
+const _: () = assert!((MAX_REASON + 1) * 6 + 600 <= Message::BYTES);
 
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Verdict {
@@ -34,28 +37,48 @@ impl Verdict {
     }
 
     /// A failure. A long reason is cut off.
-    pub(super) fn failed(phase: Phase, reason: &str, is_full: bool) -> Self {
-        let mut reason: String = reason.chars().take(MAX_REASON + 1).collect();
-        if let Some((cut, _)) = reason.char_indices().nth(MAX_REASON) {
-            reason.truncate(cut);
-            reason.push('…');
-        }
-        Self::Failed { phase, reason, is_full }
+    pub(super) fn failed(phase: Phase, text: &str, is_full: bool) -> Self {
+        Self::Failed { phase, reason: reason(text), is_full }
     }
+}
 
-    pub(super) fn to_message(&self) -> Message {
-        let json = serde_json::to_vec(self).expect("numbers and strings have a JSON form");
-        let mut bytes = [0; Message::BYTES];
-        bytes[..json.len()].copy_from_slice(&json);
-        Message::from_bytes(bytes)
+/// A reason, of which a long one is cut off.
+pub(super) fn reason(text: &str) -> String {
+    let mut reason: String = text.chars().take(MAX_REASON + 1).collect();
+    if let Some((cut, _)) = reason.char_indices().nth(MAX_REASON) {
+        reason.truncate(cut);
+        reason.push('…');
     }
+    reason
+}
 
-    /// The verdict in a message of another rank, or `None` if it is not one.
-    pub(super) fn from_message(message: &Message) -> Option<Self> {
-        let bytes = message.as_bytes();
-        let end = bytes.iter().rposition(|&byte| byte != 0)? + 1;
-        serde_json::from_slice(&bytes[..end]).ok()
+/// What all ranks say, by rank.
+pub(super) fn exchange<T: DeserializeOwned>(
+    ranks: &mut impl Ranks,
+    said: &impl Serialize,
+) -> Result<Vec<T>, ChannelError> {
+    let size = ranks.tp().size();
+    let said: Vec<Option<T>> = ranks.all_gather(&to_message(said))?.iter().map(from_message).collect();
+    let unread: Vec<_> = (0..size).filter(|&rank| !matches!(said.get(rank), Some(Some(_)))).collect();
+    if unread.is_empty() && said.len() == size {
+        return Ok(said.into_iter().flatten().collect());
     }
+    let reason = format!("{} messages arrived, which are not what {size} ranks say", said.len());
+    Err(ChannelError { ranks: unread, reason })
+}
+
+fn to_message(said: &impl Serialize) -> Message {
+    let json = serde_json::to_vec(said).expect("numbers and strings have a JSON form");
+    let mut bytes = [0; Message::BYTES];
+    bytes[..json.len()].copy_from_slice(&json);
+    Message::from_bytes(bytes)
+}
+
+/// What a message of another rank says, or `None` if it says nothing of this kind.
+fn from_message<T: DeserializeOwned>(message: &Message) -> Option<T> {
+    let bytes = message.as_bytes();
+    let end = bytes.iter().rposition(|&byte| byte != 0)? + 1;
+    serde_json::from_slice(&bytes[..end]).ok()
 }
 
 impl fmt::Display for Verdict {
@@ -86,10 +109,10 @@ mod tests {
             Verdict::failed(Phase::Fill, "", false),
             Verdict::failed(Phase::Reserve, "\"ä\" \u{0}\n", true),
         ] {
-            assert_eq!(Verdict::from_message(&verdict.to_message()), Some(verdict));
+            assert_eq!(from_message(&to_message(&verdict)), Some(verdict));
         }
         for bytes in [[0; Message::BYTES], [b'x'; Message::BYTES], [0xff; Message::BYTES]] {
-            assert_eq!(Verdict::from_message(&Message::from_bytes(bytes)), None);
+            assert_eq!(from_message::<Verdict>(&Message::from_bytes(bytes)), None);
         }
     }
 
@@ -100,7 +123,7 @@ mod tests {
             for times in [99, 100, 101, 299, 300, 301, 10_000] {
                 let whole: String = text.chars().cycle().take(times).collect();
                 let verdict = Verdict::failed(Phase::Reserve, &whole, false);
-                let received = Verdict::from_message(&verdict.to_message());
+                let received = from_message(&to_message(&verdict));
                 assert_eq!(received.as_ref(), Some(&verdict));
                 let Some(Verdict::Failed { phase: Phase::Reserve, reason, is_full: false }) = received else {
                     unreachable!()

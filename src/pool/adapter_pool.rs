@@ -6,20 +6,23 @@ use std::{
 
 use super::{
     AdapterId, Lease, Outcome, PoolConfig, PoolError, Residency, Snapshot, StreamId,
-    backend::{Backend, Read},
+    backend::{Backend, Call, Read},
     core::{Core, Limits},
 };
-use crate::{Slot, error::OperandError};
+use crate::{
+    Slot,
+    error::{OperandError, SlotError},
+};
 
 /// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads of
 /// the pool read the files.
 ///
-/// A step is: [`prepare`](Self::prepare) its adapters, `step`, drop the leases of requests that have ended, and
+/// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have ended, and
 /// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait).
 /// [`pool`](crate::pool) has the whole story.
 ///
-/// Its backend makes it and starts its steps: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool` and
-/// [`SimulatedPool`](super::SimulatedPool) are pools of one backend each.
+/// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, [`SimulatedPool`](super::SimulatedPool), and
+/// [`GroupPool`](crate::group::GroupPool) on the ranks of a group are pools of one backend each.
 #[doc(alias = "LoRAModelManager")]
 pub struct AdapterPool<B: Backend> {
     pub(super) core: Core,
@@ -38,19 +41,32 @@ impl<B: Backend> AdapterPool<B> {
     /// A pool of `num_slots` slots. The backend has as much memory as the configuration says.
     pub(crate) fn with(backend: B, num_slots: usize, config: PoolConfig) -> Result<Self, PoolError> {
         let PoolConfig { arena_bytes, host_bytes, loaders, .. } = config;
-        let core = Core::new(Limits { num_slots, arena_bytes, host_bytes, max_reads: loaders.max(1) })?;
+        Self::within(backend, Limits { num_slots, arena_bytes, host_bytes, max_reads: loaders.max(1) })
+    }
+
+    pub(crate) fn within(backend: B, limits: Limits) -> Result<Self, PoolError> {
         let (releaser, releases) = channel();
-        Ok(Self { core, backend, releases, releaser })
+        Ok(Self { core: Core::new(limits)?, backend, releases, releaser })
+    }
+
+    /// The backend of a pool without adapters, its limits, and the number of its streams.
+    pub(crate) fn into_backend(self) -> Result<(B, Limits, usize), PoolError> {
+        match self.snapshot().adapters {
+            0 => Ok((self.backend, self.core.limits(), self.core.num_streams())),
+            adapters => Err(SlotError::Loaded { adapters }.into()),
+        }
     }
 
     /// Makes an adapter known, under an id of its own. Loads nothing.
     ///
     /// # Errors
-    /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier.
+    /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier; on the ranks of a group,
+    /// [`PoolError::Load`] if it does not match the table of each rank.
     pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
-        let (bytes, is_exact) = self.backend.size(&source)?;
-        let id = self.core.register(bytes, is_exact)?;
-        self.backend.add(id, source);
+        self.backend.check()?;
+        let id = AdapterId::unique();
+        let (bytes, is_exact) = self.backend.add(id, source)?;
+        self.core.register(id, bytes, is_exact).inspect_err(|_| self.backend.remove(id))?;
         Ok(id)
     }
 
@@ -60,6 +76,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.backend.called(Call::Unregister(id));
         self.notice();
         self.core.unregister(id, &mut self.backend)?;
         self.backend.remove(id);
@@ -73,7 +90,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
     pub fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.notice();
+        self.begin(Call::Prefetch(id))?;
         self.core.prefetch(id, &mut self.backend)
     }
 
@@ -82,7 +99,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.notice();
+        self.begin(Call::Retry(id))?;
         self.core.retry(id, &mut self.backend)
     }
 
@@ -98,6 +115,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Pinned`] if no slot, or no room for the largest of the other adapters, would be left. `Unknown`.
     pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.backend.called(Call::Pin(id, true));
         self.core.set_pinned(id, true)
     }
 
@@ -106,6 +124,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.backend.called(Call::Pin(id, false));
         self.core.set_pinned(id, false)
     }
 
@@ -115,17 +134,17 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: [`retry`](Self::retry)
     /// the adapter.
-    /// [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`].
+    /// [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`]. [`PoolError::Load`] on the ranks
+    /// of a group that are not connected any more, or do different things.
     pub fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
-        self.poll();
+        self.begin(Call::Prepare(ids, stream))?;
+        self.core.poll(&mut self.backend);
         let granted = self.core.prepare(ids, stream, &mut self.backend)?;
-        // All leases exist before the first is enqueued, so that an error ends them all.
+        // All leases exist before anything is enqueued for them, so that an error ends them all.
         let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
         let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
-        for granted in granted {
-            self.backend.point(granted, stream)?;
-            self.core.open(granted.slot, stream);
-        }
+        self.backend.point(&granted, stream)?;
+        granted.iter().for_each(|granted| self.core.open(granted.slot, stream));
         Ok(leases)
     }
 
@@ -144,9 +163,9 @@ impl<B: Backend> AdapterPool<B> {
     /// An engine that drops leases after its last step commits once more, so that their memory can be used.
     ///
     /// # Errors
-    /// [`PoolError::NoSuchStream`].
+    /// [`PoolError::NoSuchStream`]; [`PoolError::Load`], as for [`prepare`](Self::prepare).
     pub fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
-        self.notice();
+        self.begin(Call::Commit(stream))?;
         self.core.commit(stream, &mut self.backend)
     }
 
@@ -163,11 +182,54 @@ impl<B: Backend> AdapterPool<B> {
         if self.core.reads() == 0 {
             return false;
         }
-        let read = self.backend.next_read(Some(timeout));
-        let has_ended = read.is_some();
-        read.into_iter().for_each(|read| self.take(read));
+        let has_ended = self.notice_ends(Some(timeout));
         self.poll();
         has_ended
+    }
+
+    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation; on a GPU, before
+    /// that is enqueued.
+    ///
+    /// Slots in device memory cannot be checked: see `cuda::Routing::update_on_device`.
+    ///
+    /// ```
+    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+    /// println!("{}", step.num_tokens());
+    /// pool.commit(StreamId::FIRST)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail,E0502
+    /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
+    /// pool.commit(StreamId::FIRST)?;
+    /// println!("{}", step.num_tokens());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
+    /// as for the `step` of the backend's table.
+    pub fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &B::Batch<'a>,
+        workspace: &'a mut B::Workspace,
+    ) -> Result<B::Step<'a>, B::Error> {
+        let step = self.backend.step(stream, batch, workspace)?;
+        self.check_leased(stream, B::slots(batch))?;
+        Ok(step)
+    }
+
+    /// The table of a compute stream, to make layers of and, on CUDA, to capture; `None` if the stream belongs to another pool. On the
+    /// CPU, all streams have it in common. The pool alone loads, unloads and [steps](Self::step).
+    pub fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
+        if self.core.has_stream(stream) { self.backend.weights(stream) } else { None }
     }
 
     /// The state of the pool and its counters. Takes time for each slot.
@@ -185,35 +247,49 @@ impl<B: Backend> AdapterPool<B> {
         self.core.residencies()
     }
 
-    /// Whether the stream is one of the pool's.
-    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
-        self.core.has_stream(stream)
-    }
-
     pub(crate) fn new_stream(&mut self) -> StreamId {
         self.core.add_stream()
     }
 
     /// Rejects slots that no lease of the stream holds.
-    pub(crate) fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
-        if !self.has_stream(stream) {
+    fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
+        if !self.core.has_stream(stream) {
             return Err(OperandError::NoSuchStream { stream });
         }
         let is_open = |slot: &Slot| slot.index().is_none_or(|index| self.core.is_open(index, stream));
         slots.iter().find(|slot| !is_open(slot)).map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
+    /// Begins a call, unless the pool cannot go on.
+    fn begin(&mut self, call: Call<'_>) -> Result<(), PoolError> {
+        self.backend.called(call);
+        self.notice();
+        self.backend.check()
+    }
+
     /// Takes note of leases, reads and copies that have ended.
     fn notice(&mut self) {
         while let Ok((slot, stream)) = self.releases.try_recv() {
-            slot.index().into_iter().for_each(|slot| self.core.release(slot, stream));
+            if let Some(slot) = slot.index() {
+                self.backend.called(Call::Release(slot, stream));
+                self.core.release(slot, stream);
+            }
         }
+        self.notice_ends(None);
+    }
+
+    /// Takes note of reads and copies that have ended. Returns whether a read has.
+    fn notice_ends(&mut self, wait: Option<Duration>) -> bool {
+        self.backend.notice(wait);
         while let Some(number) = self.backend.next_copied() {
             self.core.has_copied(number);
         }
-        while let Some(read) = self.backend.next_read(None) {
+        let mut has_ended = false;
+        while let Some(read) = self.backend.next_read() {
             self.take(read);
+            has_ended = true;
         }
+        has_ended
     }
 
     /// Takes note of a read that has ended.

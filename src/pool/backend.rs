@@ -1,23 +1,57 @@
 use std::{ops::Range, time::Duration};
 
 use super::{AdapterId, PoolError, StreamId, core::Granted};
-use crate::error::LoadError;
+use crate::{
+    Slot,
+    error::{LoadError, OperandError},
+    model::TpRank,
+};
 
-/// The memory and the streams of an [`AdapterPool`](super::AdapterPool): the pool decides, and its backend carries it out. No call waits,
-/// except [`next_read`](Self::next_read) with a time.
+/// The memory and the streams of an [`AdapterPool`](super::AdapterPool): the pool decides, and its backend carries it out. No call waits for
+/// a file or for the device, except [`notice`](Self::notice) with a time.
 ///
 /// Nobody else can implement it, because its arguments have no public names.
 pub trait Backend {
     /// What an adapter is registered by.
-    type Source;
+    type Source: Clone;
+    /// A table whose slots the pool fills.
+    type Weights;
+    /// The batch of a step.
+    type Batch<'a>;
+    /// The workspace of a step.
+    type Workspace;
+    /// A step.
+    type Step<'a>
+    where
+        Self: 'a;
+    /// Why a step is refused.
+    type Error: From<OperandError>;
 
-    /// Size of an adapter's block in bytes, and whether it is exact. Otherwise it is an upper bound.
+    /// Whether the pool can go on.
     #[doc(hidden)]
-    fn size(&self, source: &Self::Source) -> Result<(usize, bool), PoolError>;
+    fn check(&self) -> Result<(), PoolError> {
+        Ok(())
+    }
 
-    /// The adapter is registered.
+    /// Takes note of a call of the pool, before its effects.
     #[doc(hidden)]
-    fn add(&mut self, id: AdapterId, source: Self::Source);
+    fn called(&mut self, _call: Call<'_>) {}
+
+    /// The rank of the model.
+    #[doc(hidden)]
+    fn tp(&self) -> TpRank {
+        TpRank::SINGLE
+    }
+
+    /// The source for this backend's rank, of one for any rank.
+    #[doc(hidden)]
+    fn shard(&self, source: &Self::Source) -> Result<Self::Source, LoadError> {
+        Ok(source.clone())
+    }
+
+    /// An adapter is registered. Returns the size of its block in bytes, and whether it is exact. Otherwise it is an upper bound.
+    #[doc(hidden)]
+    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<(usize, bool), PoolError>;
 
     /// The adapter is registered no longer. It is not read again.
     #[doc(hidden)]
@@ -31,9 +65,13 @@ pub trait Backend {
     #[doc(hidden)]
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool;
 
-    /// A read that has ended since the last call. Blocks this thread for up to a time, if one is given.
+    /// Takes note of reads and copies that have ended. Blocks this thread until a read ends or for up to a time, if one is given.
     #[doc(hidden)]
-    fn next_read(&mut self, wait: Option<Duration>) -> Option<Read>;
+    fn notice(&mut self, wait: Option<Duration>);
+
+    /// A read that has ended.
+    #[doc(hidden)]
+    fn next_read(&mut self) -> Option<Read>;
 
     /// Whether a read can copy an adapter part by part.
     #[doc(hidden)]
@@ -42,6 +80,11 @@ pub trait Backend {
     /// Enqueues no further part of a copy that a read makes. Does nothing and returns `false` if all of them are.
     #[doc(hidden)]
     fn revoke(&mut self, copy: &Copy) -> bool;
+
+    /// A complete copy of a read that could not be [revoked](Self::revoke) has another end than to be [finished](Self::finish): its slot and
+    /// its block are others' now. Returns whether [`next_copied`](Self::next_copied) will return its end.
+    #[doc(hidden)]
+    fn abandon(&mut self, copy: &Copy) -> bool;
 
     /// The read that makes this copy has ended well: all of its parts are enqueued. [`next_copied`](Self::next_copied) returns their end.
     #[doc(hidden)]
@@ -55,17 +98,24 @@ pub trait Backend {
     #[doc(hidden)]
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError>;
 
-    /// The number of a copy that has ended since the last call.
+    /// The number of a copy that has ended.
     #[doc(hidden)]
     fn next_copied(&mut self) -> Option<u64>;
 
-    /// Makes the adapter of a slot visible to later launches on a stream.
+    /// Blocks this thread until all copies have run.
     #[doc(hidden)]
-    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError>;
+    fn settle(&mut self);
+
+    /// Makes the adapters of slots visible to later launches on a stream.
+    ///
+    /// # Errors
+    /// [`PoolError`] if that cannot be enqueued for all of them. No step may use them then.
+    #[doc(hidden)]
+    fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError>;
 
     /// Whether slots can be emptied now.
     #[doc(hidden)]
-    fn may_evict(&self) -> bool;
+    fn may_evict(&mut self) -> bool;
 
     /// The slot is empty, and its memory may be overwritten by later copies. Launches on it that were enqueued without a lease read
     /// the memory as it was, and later ones find no adapter.
@@ -75,6 +125,37 @@ pub trait Backend {
     /// The adapter has left host memory.
     #[doc(hidden)]
     fn forget(&mut self, id: AdapterId);
+
+    /// The table of a stream; `None` if it is not one of the pool's.
+    #[doc(hidden)]
+    fn weights(&self, stream: StreamId) -> Option<&Self::Weights>;
+
+    /// The slots of a batch, as far as the host knows them.
+    #[doc(hidden)]
+    fn slots<'b>(batch: &'b Self::Batch<'_>) -> &'b [Slot];
+
+    /// Starts a step, whose slots are checked afterwards.
+    #[doc(hidden)]
+    fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &Self::Batch<'a>,
+        workspace: &'a mut Self::Workspace,
+    ) -> Result<Self::Step<'a>, Self::Error>;
+}
+
+/// A call of a pool that its decisions depend on.
+#[derive(Clone, Copy, Debug)]
+#[expect(unnameable_types, reason = "of a sealed trait")]
+pub enum Call<'a> {
+    Unregister(AdapterId),
+    Prefetch(AdapterId),
+    Retry(AdapterId),
+    Pin(AdapterId, bool),
+    Prepare(&'a [AdapterId], StreamId),
+    Commit(StreamId),
+    /// A lease of the slot has ended.
+    Release(usize, StreamId),
 }
 
 /// A copy of an adapter from host memory to the device.

@@ -27,6 +27,10 @@ pub enum PoolError {
     /// commit.
     #[error("the device has no room until other adapters are released")]
     Full,
+    /// The ranks of a group have not done what was asked for: some refuse the adapter, or they are not connected any more, or do different
+    /// things ([`LoadError::Group`]).
+    #[error(transparent)]
+    Load(#[from] LoadError),
     /// The adapter is on its way. Retry later. Its load has been started if it was not under way.
     #[error("{id} is being loaded")]
     Loading {
@@ -72,4 +76,18 @@ pub enum PoolError {
         /// The id given.
         id: AdapterId,
     },
+}
+
+impl PoolError {
+    /// The error of a load, if it is one.
+    pub(crate) fn into_load(self) -> Option<LoadError> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Device(error) => Some(error.into()),
+            Self::Load(error) => Some(error),
+            Self::Plan(error) => Some(error.into()),
+            Self::Slot(error) => Some(error.into()),
+            _ => None,
+        }
+    }
 }

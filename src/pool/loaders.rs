@@ -2,7 +2,7 @@
 
 use std::{
     any::Any,
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
@@ -21,7 +21,7 @@ use crate::{
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
     error::{LoadError, SlotError},
-    model::Model,
+    model::{Model, TpRank},
     residency::Bounds,
 };
 
@@ -101,6 +101,8 @@ pub(crate) struct HostTier<P> {
     sources: HashMap<AdapterId, Arc<Source>>,
     packed: HashMap<AdapterId, P>,
     loaders: Loaders<AdapterId, (P, usize)>,
+    /// Reads whose ends were waited for.
+    ended: VecDeque<Loaded<AdapterId, (P, usize)>>,
 }
 
 impl<P> fmt::Debug for HostTier<P> {
@@ -113,17 +115,24 @@ impl<P: Send + 'static> HostTier<P> {
     /// A tier for adapters of a table with these bounds.
     pub(crate) fn new(bounds: Bounds, row_bytes: usize, config: PoolConfig) -> Result<Self, PoolError> {
         let loaders = Loaders::new(config.loaders.max(1), config.packers.max(1)).map_err(PoolError::Threads)?;
-        Ok(Self { bounds, row_bytes, sources: HashMap::new(), packed: HashMap::new(), loaders })
+        Ok(Self { bounds, row_bytes, sources: HashMap::new(), packed: HashMap::new(), loaders, ended: VecDeque::new() })
     }
 
-    /// As [`Backend::size`](super::Backend::size).
-    pub(crate) fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
+    pub(crate) fn tp(&self) -> TpRank {
+        self.bounds.model.tp()
+    }
+
+    /// As [`Backend::shard`](super::Backend::shard).
+    pub(crate) fn shard(&self, source: &Source) -> Result<Source, LoadError> {
+        if *source.model() == self.bounds.model { Ok(source.clone()) } else { Ok(source.shard(&self.bounds.model)?) }
+    }
+
+    /// As [`Backend::add`](super::Backend::add).
+    pub(crate) fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
         source.check(&self.bounds)?;
-        Ok((block_bytes(source.bytes(), self.row_bytes), source.is_exact()))
-    }
-
-    pub(crate) fn add(&mut self, id: AdapterId, source: Source) {
+        let size = (block_bytes(source.bytes(), self.row_bytes), source.is_exact());
         self.sources.insert(id, Arc::new(source));
+        Ok(size)
     }
 
     pub(crate) fn remove(&mut self, id: AdapterId) {
@@ -151,9 +160,14 @@ impl<P: Send + 'static> HostTier<P> {
         self.loaders.start(id, Arc::clone(source), pack, |(packed, bytes)| Ok((seal(packed)?, bytes)));
     }
 
+    /// As [`Backend::notice`](super::Backend::notice).
+    pub(crate) fn notice(&mut self, wait: Option<Duration>) {
+        self.ended.extend(wait.and_then(|wait| self.loaders.wait(wait)));
+    }
+
     /// As [`Backend::next_read`](super::Backend::next_read).
-    pub(crate) fn next_read(&mut self, wait: Option<Duration>) -> Option<Ended> {
-        let Loaded { id, time, result } = wait.map_or_else(|| self.loaders.next(), |wait| self.loaders.wait(wait))?;
+    pub(crate) fn next_read(&mut self) -> Option<Ended> {
+        let Loaded { id, time, result } = self.ended.pop_front().or_else(|| self.loaders.next())?;
         let result = result.map(|(packed, bytes)| {
             self.packed.insert(id, packed);
             bytes

@@ -93,7 +93,10 @@ mod tests {
         Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit, with_local_recorder,
     };
 
-    use crate::pool::core::{Core, Limits};
+    use crate::pool::{
+        AdapterId,
+        core::{Core, Limits},
+    };
 
     /// The values by name and labels.
     #[derive(Default)]
@@ -129,7 +132,8 @@ mod tests {
     fn counters_and_gauges_are_those_of_the_snapshot() {
         let limits = Limits { num_slots: 2, arena_bytes: 1 << 20, host_bytes: 1 << 21, max_reads: 1 };
         let mut core = Core::new(limits).unwrap();
-        let id = core.register(1000, true).unwrap();
+        let id = AdapterId::unique();
+        core.register(id, 1000, true).unwrap();
         core.set_pinned(id, true).unwrap();
         core.counters.hits = 7;
         core.counters.full = 3;

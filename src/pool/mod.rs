@@ -31,7 +31,7 @@ pub use self::{
 };
 pub(crate) use self::{
     adapter_pool::slot_at,
-    backend::{Copy, Read},
-    core::Granted,
-    loaders::{HostTier, Loaded, Loaders, arena_bytes, packers_of},
+    backend::{Call, Copy, Read},
+    core::{Granted, Limits},
+    loaders::{HostTier, arena_bytes},
 };

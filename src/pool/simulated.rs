@@ -7,7 +7,12 @@ use super::{
     backend::{Backend, Copy, Read},
     core::Granted,
 };
-use crate::{blocks::GRANULE_BYTES, error::LoadError};
+use crate::{
+    Slot,
+    blocks::GRANULE_BYTES,
+    error::{LoadError, OperandError},
+    routing::Batch,
+};
 
 /// The decisions of a GPU's adapter pool, without adapters, threads or a device. For simulations of replicas, and for tests of schedulers
 /// and routers.
@@ -100,12 +105,15 @@ impl SimulatedPool {
 
 impl Backend for Simulated {
     type Source = usize;
+    type Weights = ();
+    type Batch<'a> = Batch<'a>;
+    type Workspace = ();
+    type Step<'a> = ();
+    type Error = OperandError;
 
-    fn size(&self, bytes: &usize) -> Result<(usize, bool), PoolError> {
-        Ok(((*bytes).max(1).next_multiple_of(GRANULE_BYTES), true))
+    fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<(usize, bool), PoolError> {
+        Ok((bytes.max(1).next_multiple_of(GRANULE_BYTES), true))
     }
-
-    fn add(&mut self, _id: AdapterId, _bytes: usize) {}
 
     fn remove(&mut self, _id: AdapterId) {}
 
@@ -114,7 +122,9 @@ impl Backend for Simulated {
         copy.is_some()
     }
 
-    fn next_read(&mut self, _wait: Option<Duration>) -> Option<Read> {
+    fn notice(&mut self, _wait: Option<Duration>) {}
+
+    fn next_read(&mut self) -> Option<Read> {
         None
     }
 
@@ -125,6 +135,10 @@ impl Backend for Simulated {
     /// The last part is enqueued when the read ends.
     fn revoke(&mut self, _copy: &Copy) -> bool {
         true
+    }
+
+    fn abandon(&mut self, _copy: &Copy) -> bool {
+        false
     }
 
     fn finish(&mut self, copy: &Copy) {
@@ -140,15 +154,30 @@ impl Backend for Simulated {
         self.copied.pop_front()
     }
 
-    fn point(&mut self, _granted: Granted, _stream: StreamId) -> Result<(), PoolError> {
+    fn settle(&mut self) {}
+
+    fn point(&mut self, _granted: &[Granted], _stream: StreamId) -> Result<(), PoolError> {
         Ok(())
     }
 
-    fn may_evict(&self) -> bool {
+    fn may_evict(&mut self) -> bool {
         true
     }
 
     fn evict(&mut self, _slot: usize) {}
 
     fn forget(&mut self, _id: AdapterId) {}
+
+    fn weights(&self, _stream: StreamId) -> Option<&()> {
+        Some(&())
+    }
+
+    fn slots<'b>(batch: &'b Batch<'_>) -> &'b [Slot] {
+        batch.slots()
+    }
+
+    /// A simulation has no operations.
+    fn step(&self, _stream: StreamId, _batch: &Batch<'_>, (): &mut ()) -> Result<(), OperandError> {
+        Ok(())
+    }
 }

@@ -139,10 +139,6 @@ impl Source {
         &self.model
     }
 
-    pub(crate) fn dtype(&self) -> DType {
-        self.dtype
-    }
-
     /// Rejects a source for another table.
     pub(super) fn check(&self, bounds: &Bounds) -> Result<(), SlotError> {
         bounds.check(&self.model, self.dtype, self.max_rank)

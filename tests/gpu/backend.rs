@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 pub use aril::cuda::{
-    AdapterPool, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing, Staging, Step, WeightTable,
+    AdapterPool, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing, Staging, Step, Tiers, WeightTable,
     Workspace,
 };
 use aril::{

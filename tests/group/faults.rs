@@ -2,17 +2,16 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
-    sync::{Arc, Mutex, Once, OnceLock},
+    sync::{Arc, Mutex, Once},
 };
 
 use aril::{
     DType, Slot,
     adapter::{AdapterError, SlotImage},
-    cpu::{Filled, HostAdapter, HostMemory, Reservation, WeightTable},
+    cpu::{Filled, Reservation, WeightTable},
     error::{LoadError, SlotError},
-    group::{Group, GroupError, HostTable, InProcess, Phase, Ranks, Table},
+    group::{Group, GroupError, InProcess, Phase, Ranks, Table},
     model::Model,
-    pool::PoolError,
     residency::{Resident, Usage},
 };
 use proptest::prelude::*;
@@ -22,7 +21,7 @@ use crate::world::{NEVER, World, each, refused};
 const SLOT: Slot = Slot::new(1);
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Fault {
+enum Fault {
     Error(Phase),
     Panic(Phase),
     /// The rank goes before it loads, or before it commits.
@@ -37,19 +36,17 @@ const ERROR: SlotError = SlotError::OtherImage { bytes: 1, reserved: 2 };
 
 /// A table whose fault happens once.
 #[derive(Clone)]
-pub(crate) struct Faulty {
-    pub(crate) table: WeightTable,
-    pub(crate) fault: Arc<Mutex<Option<Fault>>>,
-    /// The handle of the pool that has the table.
-    pub(crate) owner: Arc<OnceLock<WeightTable>>,
+struct Faulty {
+    table: WeightTable,
+    fault: Arc<Mutex<Option<Fault>>>,
 }
 
 impl Faulty {
-    pub(crate) fn new(table: WeightTable, fault: Arc<Mutex<Option<Fault>>>) -> Self {
-        Self { table, fault, owner: Arc::default() }
+    fn new(table: WeightTable, fault: Arc<Mutex<Option<Fault>>>) -> Self {
+        Self { table, fault }
     }
 
-    pub(crate) fn enter(&self, phase: Phase) -> Result<(), SlotError> {
+    fn enter(&self, phase: Phase) -> Result<(), SlotError> {
         if phase == Phase::Commit && *self.fault.lock().unwrap() == Some(Fault::Stuck) {
             return Err(ERROR);
         }
@@ -108,43 +105,6 @@ impl Table for Faulty {
     fn unload(&self, slot: Slot) -> Result<(), LoadError> {
         self.enter(Phase::Commit)?;
         Table::unload(&self.table, slot)
-    }
-}
-
-impl HostTable for Faulty {
-    type Host = HostMemory;
-    type Packed = HostAdapter;
-
-    fn claim(&self) -> Result<Self, SlotError> {
-        let table = HostTable::claim(&self.table)?;
-        self.owner.set(table.clone()).unwrap();
-        Ok(Self { table, ..self.clone() })
-    }
-
-    fn host(&self, bytes: usize) -> Result<Arc<HostMemory>, PoolError> {
-        HostTable::host(&self.table, bytes)
-    }
-
-    fn host_usage(host: &HostMemory) -> Usage {
-        WeightTable::host_usage(host)
-    }
-
-    fn pack(host: &Arc<HostMemory>, image: &SlotImage<'_>) -> Result<Option<HostAdapter>, LoadError> {
-        WeightTable::pack(host, image)
-    }
-
-    fn can_hold_packed(&self, packed: &HostAdapter) -> bool {
-        self.table.can_hold_packed(packed)
-    }
-
-    fn reserve_packed(&self, slot: Slot, packed: &HostAdapter) -> Result<Reservation, LoadError> {
-        self.enter(Phase::Reserve)?;
-        HostTable::reserve_packed(&self.table, slot, packed)
-    }
-
-    fn fill_packed(&self, reservation: Reservation, packed: &HostAdapter) -> Result<Filled, LoadError> {
-        self.enter(Phase::Fill)?;
-        HostTable::fill_packed(&self.table, reservation, packed)
     }
 }
 
@@ -341,7 +301,7 @@ proptest! {
 }
 
 /// Prints no panic of this test's faults.
-pub(crate) fn silence() {
+fn silence() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let print = panic::take_hook();

@@ -5,11 +5,12 @@ use std::{panic, thread, time::Duration};
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
+    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Step, Tiers, WeightTable, Workspace},
     error::OperandError,
     group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks, Table},
-    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
+    pool::{PoolConfig, StreamId},
     routing::Batch,
 };
 
@@ -53,29 +54,30 @@ impl World {
             .unwrap()
     }
 
-    /// An adapter of twice as many bytes.
-    pub(crate) fn twice_as_large(&self) -> Adapter {
-        let outputs = self.size * OUTPUTS;
-        let ones = |shape: [usize; 2]| {
-            Tensor::new(DType::F32, shape, bytemuck::cast_slice(&vec![1.0_f32; shape[0] * shape[1]]).to_vec()).unwrap()
-        };
-        let tensors = [("A", ones([MAX_RANK, INPUTS])), ("B", ones([outputs, MAX_RANK]))];
-        let tensors = tensors.map(|(side, tensor)| (format!("m.q.lora_{side}.weight"), tensor));
-        Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {MAX_RANK}, "lora_alpha": 1}}"#), tensors)
-            .unwrap()
+    /// The part of a rank.
+    pub(crate) fn model(&self, rank: usize) -> Model {
+        self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap()
     }
 
     /// Size of an adapter on a rank.
-    pub(crate) fn adapter_bytes(&self, rank: usize) -> usize {
-        let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
-        self.adapter(|_| 1.0).plan(&model, DType::F32).unwrap().bytes()
+    fn adapter_bytes(&self, rank: usize) -> usize {
+        self.adapter(|_| 1.0).plan(&self.model(rank), DType::F32).unwrap().bytes()
+    }
+
+    /// The part of a rank in the pool of the group, with two slots and room for `device` adapters there, and for `host` in host memory.
+    pub(crate) fn pool<R: Ranks>(&self, ranks: R, device: usize, host: usize) -> GroupPool<R, Tiers> {
+        let rank = ranks.tp().rank();
+        // A block has whole granules.
+        let block = self.adapter_bytes(rank).next_multiple_of(256);
+        let config = PoolConfig::arena_bytes(device * block).host_bytes(host * block).packers(1);
+        let capacity = Capacity::tokens(1).slots(2).rank(MAX_RANK);
+        GroupPool::new(ranks, AdapterPool::new(&self.model(rank), DType::F32, capacity, config).unwrap()).unwrap()
     }
 
     /// A table of a rank, of two slots, with room for `adapters` adapters.
     pub(crate) fn table(&self, rank: usize, adapters: usize) -> WeightTable {
-        let model = self.spec.shard(TpRank::new(rank, self.size).unwrap()).unwrap();
         let bytes = adapters * self.adapter_bytes(rank);
-        WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), bytes).unwrap()
+        WeightTable::new(&self.model(rank), DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), bytes).unwrap()
     }
 
     /// Tables of all ranks with room for two adapters. Slot 1 has one that adds 7.
@@ -92,9 +94,10 @@ impl World {
     }
 
     /// What a rank's pool adds to each output with the adapter of a slot, or why it refuses the step.
-    pub(crate) fn delta_of<R: Ranks>(&self, pool: &GroupPool<R, WeightTable>, slot: Slot) -> Result<f32, OperandError> {
+    pub(crate) fn delta_of<R: Ranks>(&self, pool: &GroupPool<R, Tiers>, slot: Slot) -> Result<f32, OperandError> {
         let (slots, mut workspace) = ([slot], Workspace::default());
-        Ok(self.added(pool.table(), &mut pool.step(&Batch::new(&slots), &mut workspace)?))
+        let weights = pool.weights(StreamId::FIRST).unwrap();
+        Ok(self.added(weights, &mut pool.step(StreamId::FIRST, &Batch::new(&slots), &mut workspace)?))
     }
 
     fn added(&self, table: &WeightTable, step: &mut Step<'_>) -> f32 {

@@ -10,7 +10,7 @@ use aril::{
     DType, Slot,
     adapter::SlotImage,
     error::{LoadError, SlotError},
-    group::{Group, GroupError, GroupPool, InProcess},
+    group::{GroupPool, InProcess},
     model::{LinearId, Model},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
     residency::Resident,
@@ -23,7 +23,7 @@ use super::{
 };
 use crate::backend::{
     self, AdapterPool, Backend, Elements, Error, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing,
-    Staging, Step, WeightTable, Workspace, refused,
+    Staging, Step, Tiers, WeightTable, Workspace, refused,
 };
 
 /// Rows of the operands, more than any batch has.
@@ -34,11 +34,25 @@ pub struct Machine {
     model: Model,
     id: LinearId,
     plain: WeightTable,
-    pool: AdapterPool,
+    pool: Pool,
     streams: Vec<StreamId>,
-    group: GroupPool<InProcess, WeightTable>,
     lanes: Vec<Lane>,
     staging: Staging,
+}
+
+enum Pool {
+    Alone(AdapterPool),
+    OfGroup(GroupPool<InProcess, Tiers>),
+}
+
+/// The same of either pool.
+macro_rules! of {
+    ($all:expr, $pool:ident => $of:expr) => {
+        match $all {
+            Pool::Alone($pool) => $of,
+            Pool::OfGroup($pool) => $of,
+        }
+    };
 }
 
 /// What the steps of a stream have in common.
@@ -59,11 +73,9 @@ impl Machine {
     pub fn new(backend: Backend) -> Self {
         let (model, id) = spec();
         let table = |adapters| backend.table(&model, DType::F32, capacity(), adapters * (BYTES + backend::ROW_BYTES));
-        let ranks = InProcess::group(1, Duration::from_secs(60)).pop().unwrap();
-        let group = GroupPool::new(Group::new(ranks, table(SLOTS + 1)).unwrap()).unwrap();
         // Room for what is loaded beside what a step keeps, and for what is not committed yet.
         let plain = table(2 * SLOTS + 1 + PENDING);
-        let (pool, streams) = new_pool(&backend, &model);
+        let (pool, streams) = new_pool(&backend, &model, false);
         let lanes = (0..STREAMS).map(|stream| Lane {
             routings: (0..backend::ROUTINGS).map(|i| backend.routing(stream, routing_capacity(i))).collect(),
             workspace: backend.workspace(stream, &plain),
@@ -71,25 +83,23 @@ impl Machine {
             y: backend.elements(stream, &[0.0; ROWS * FEATURES]),
         });
         let (lanes, staging) = (lanes.collect(), plain.staging().unwrap());
-        Self { id, plain, pool, streams, group, lanes, staging, backend, model }
+        Self { id, plain, pool, streams, lanes, staging, backend, model }
     }
 
     fn table(&self, table: Table) -> &WeightTable {
         match table {
             Table::Plain => &self.plain,
-            Table::Pool => self.pool.weights(StreamId::FIRST).unwrap(),
-            Table::Group => self.group.table(),
+            Table::Pool => of!(&self.pool, pool => pool.weights(StreamId::FIRST).unwrap()),
         }
     }
 
     /// What a step adds to each row.
     fn run(&mut self, of: Of, routing: usize, slots: &[Slot], work: Work<'_>) -> Result<Vec<f32>, Error> {
-        let Self { plain, pool, group, lanes, streams, .. } = self;
+        let Self { plain, pool, lanes, streams, .. } = self;
         let (table, lane) = match of {
             Of::Table(Table::Plain) => (&*plain, 0),
-            Of::Table(Table::Pool) => (pool.weights(streams[0]).unwrap(), 0),
-            Of::Pool(stream) => (pool.weights(streams[stream]).unwrap(), stream),
-            Of::Table(Table::Group) | Of::Group => (group.table(), 0),
+            Of::Table(Table::Pool) => (of!(&*pool, pool => pool.weights(streams[0]).unwrap()), 0),
+            Of::Pool(stream) => (of!(&*pool, pool => pool.weights(streams[stream]).unwrap()), stream),
         };
         let layer = LoraLinear::new(table, self.id).unwrap();
         let Lane { routings, workspace, x, y } = &mut lanes[lane];
@@ -97,8 +107,7 @@ impl Machine {
         let batch = routings[routing].update(&Batch::new(slots))?;
         let mut step = match of {
             Of::Table(_) => table.step(&batch, workspace)?,
-            Of::Pool(stream) => pool.step(streams[stream], &batch, workspace)?,
-            Of::Group => group.step(&batch, workspace)?,
+            Of::Pool(stream) => of!(&*pool, pool => pool.step(streams[stream], &batch, workspace)?),
         };
         match work {
             Work::AddDelta => add_delta(&layer, &mut step, x, y)?,
@@ -112,15 +121,19 @@ impl Machine {
     }
 }
 
-/// A pool with a table for each stream.
-fn new_pool(backend: &Backend, model: &Model) -> (AdapterPool, Vec<StreamId>) {
+/// A pool with a table for each stream, of a group or not.
+fn new_pool(backend: &Backend, model: &Model, is_of_group: bool) -> (Pool, Vec<StreamId>) {
     // Whatever blocks of the arena are in use, there is room for another: the slots alone say whether the pool is full.
     let [device, host] = [4 * SLOTS, ADAPTERS].map(|count| AdapterPool::arena_bytes(model, DType::F32, 8, count));
     let config = PoolConfig::arena_bytes(device).host_bytes(host).loaders(1);
     let mut pool = backend.pool(model, DType::F32, capacity(), config);
     let others = (1..STREAMS).map(|stream| backend.add_stream(&mut pool, stream));
     let streams = [StreamId::FIRST].into_iter().chain(others).collect();
-    (pool, streams)
+    if !is_of_group {
+        return (Pool::Alone(pool), streams);
+    }
+    let ranks = InProcess::group(1, Duration::from_secs(60)).pop().unwrap();
+    (Pool::OfGroup(GroupPool::new(ranks, pool).unwrap()), streams)
 }
 
 /// The step loop of an engine, for one layer.
@@ -206,11 +219,10 @@ impl Device for Machine {
 
     fn capture(&mut self, of: Of, captured: Captured) -> Result<Graph, Refused> {
         let stream = if let Of::Pool(stream) = of { stream } else { 0 };
-        let Self { plain, pool, group, lanes, streams, .. } = self;
+        let Self { plain, pool, lanes, streams, .. } = self;
         let table = match of {
             Of::Table(Table::Plain) => &*plain,
-            Of::Table(Table::Pool) | Of::Pool(_) => pool.weights(streams[stream]).unwrap(),
-            Of::Table(Table::Group) | Of::Group => group.table(),
+            Of::Table(Table::Pool) | Of::Pool(_) => of!(&*pool, pool => pool.weights(streams[stream]).unwrap()),
         };
         let layer = LoraLinear::new(table, self.id).unwrap();
         let Lane { routings, workspace, x, y } = &mut lanes[stream];
@@ -237,59 +249,52 @@ impl Device for Machine {
     }
 
     fn register(&mut self, source: Source) -> AdapterId {
-        self.pool.register(source).unwrap()
+        of!(&mut self.pool, pool => pool.register(source).unwrap())
     }
 
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.pool.unregister(id)
+        of!(&mut self.pool, pool => pool.unregister(id))
     }
 
     fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError> {
-        let start = Instant::now();
-        loop {
-            let result = self.pool.acquire(id, self.streams[stream]);
-            let is_copying = self.pool.snapshot().copying > 0;
+        let (start, stream) = (Instant::now(), self.streams[stream]);
+        of!(&mut self.pool, pool => loop {
+            let result = pool.acquire(id, stream);
+            let is_copying = pool.snapshot().copying > 0;
             match result {
-                Err(PoolError::Loading { .. }) => drop(self.pool.wait(Duration::from_secs(30))),
+                Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
                 Err(PoolError::Full) if is_copying => thread::yield_now(),
-                result => return result,
+                result => break result,
             }
             assert!(start.elapsed() < Duration::from_secs(30), "nothing loads");
-        }
+        })
     }
 
     fn commit(&mut self, stream: usize) {
-        self.pool.commit(self.streams[stream]).unwrap();
+        of!(&mut self.pool, pool => pool.commit(self.streams[stream]).unwrap());
     }
 
     fn leases(&mut self) -> usize {
-        self.pool.poll();
-        self.pool.snapshot().leases
+        of!(&mut self.pool, pool => {
+            pool.poll();
+            pool.snapshot().leases
+        })
     }
 
     fn left(&mut self) -> [usize; 2] {
-        while self.pool.wait(Duration::from_secs(30)) {}
-        while self.pool.snapshot().copying > 0 {
-            self.pool.poll();
-        }
-        self.pool.poll();
-        let snapshot = self.pool.snapshot();
-        [snapshot.device_memory.used, snapshot.host_memory.used]
+        of!(&mut self.pool, pool => {
+            while pool.wait(Duration::from_secs(30)) {}
+            while pool.snapshot().copying > 0 {
+                pool.poll();
+            }
+            pool.poll();
+            let snapshot = pool.snapshot();
+            [snapshot.device_memory.used, snapshot.host_memory.used]
+        })
     }
 
     fn renew_pool(&mut self) {
-        (self.pool, self.streams) = new_pool(&self.backend, &self.model);
-    }
-
-    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
-        self.group.acquire_from(version, source)
-    }
-
-    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError> {
-        self.group.release(version)
-    }
-
-    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError> {
-        self.group.remove(version)
+        let is_of_group = matches!(self.pool, Pool::Alone(_));
+        (self.pool, self.streams) = new_pool(&self.backend, &self.model, is_of_group);
     }
 }

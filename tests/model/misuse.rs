@@ -21,7 +21,7 @@ use aril::{
     DType, Slot,
     adapter::Adapter,
     error::LoadError,
-    group::{Group, GroupPool, InProcess},
+    group::{GroupPool, InProcess},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, PoolConfig, PoolError, Source, StreamId},
@@ -137,7 +137,10 @@ impl<'a> World<'a> {
 }
 
 /// Leases an adapter once it is loaded.
-fn acquire(pool: &mut AdapterPool, id: AdapterId) -> Result<aril::pool::Lease, PoolError> {
+fn acquire<B: aril::pool::Backend>(
+    pool: &mut aril::pool::AdapterPool<B>,
+    id: AdapterId,
+) -> Result<aril::pool::Lease, PoolError> {
     loop {
         match pool.acquire(id, FIRST) {
             Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
@@ -406,10 +409,10 @@ const MISTAKES: &[Mistake] = &[
         error: "the table belongs to an adapter pool, which alone loads and unloads adapters",
         make: |world| {
             let ranks = InProcess::group(1, Duration::from_secs(60)).pop().ok_or("no rank")?;
-            let table = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
-            let mut pool = GroupPool::new(Group::new(ranks, table)?)?;
-            let slot = pool.acquire_from(1, &world.source(5.0))?;
-            Ok(pool.table().unload(slot)?)
+            let mut pool = GroupPool::new(ranks, world.pool())?;
+            let id = pool.register(world.source(5.0))?;
+            let slot = acquire(&mut pool, id)?.slot();
+            Ok(pool.weights(FIRST).ok_or("the first stream")?.unload(slot)?)
         },
     },
 ];

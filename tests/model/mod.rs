@@ -1,7 +1,7 @@
 //! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a step is.
 //!
-//! A plain table, an adapter pool with two streams and the pool of a group of one rank are driven together, and graphs where the backend
-//! has them. All of them have the same model, whose adapters add a number to every output. A [`Device`] is all of this on a backend, as
+//! A plain table and an adapter pool with two streams are driven together, and graphs where the backend has them. Every other pool is that
+//! of a group of one rank. All of them have the same model, whose adapters add a number to every output. A [`Device`] is all of this on a backend, as
 //! [`machine`] makes it; [`Broken`] breaks one promise of it at a time, to show that the model sees it.
 #![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
 
@@ -14,7 +14,6 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, SlotImage, Tensor},
     error::{LoadError, OperandError, SlotError},
-    group::GroupError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
@@ -84,7 +83,6 @@ pub enum Table {
     Plain,
     /// Of the pool's first stream.
     Pool,
-    Group,
 }
 
 /// What starts a step.
@@ -92,7 +90,6 @@ pub enum Table {
 pub enum Of {
     Table(Table),
     Pool(usize),
-    Group,
 }
 
 /// Why a step or a replay is refused.
@@ -113,7 +110,7 @@ pub struct Captured {
     pub has_adapters: bool,
 }
 
-/// A plain table, a pool and a group's pool on a backend.
+/// A plain table and a pool on a backend.
 pub trait Device {
     type Reservation;
     type Filled;
@@ -160,11 +157,8 @@ pub trait Device {
     fn leases(&mut self) -> usize;
     /// The bytes that the pool still has on the device and in host memory when all work has ended.
     fn left(&mut self) -> [usize; 2];
-    /// Drops the pool, whatever is leased, and makes another.
+    /// Drops the pool, whatever is leased, and makes another, of the other kind.
     fn renew_pool(&mut self);
-    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError>;
-    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError>;
-    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError>;
 }
 
 /// What is loaded.
@@ -210,9 +204,6 @@ pub enum Call {
     RenewPool,
     /// A lease of a pool that is gone, on this thread or on another.
     DropOrphan(bool),
-    AcquireInGroup(u64),
-    ReleaseInGroup(u64),
-    RemoveFromGroup(u64),
     Step(Of, usize, Vec<Row>),
     Capture(Of, Captured),
     DropGraph(usize),
@@ -229,7 +220,7 @@ pub struct Replay {
 
 /// Any calls, up to `most`, with those of graphs if the device has them.
 pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> {
-    let table = || prop_oneof![4 => Just(Table::Plain), 1 => Just(Table::Pool), 1 => Just(Table::Group)];
+    let table = || prop_oneof![4 => Just(Table::Plain), 2 => Just(Table::Pool)];
     let image = || {
         prop_oneof![
             8 => Just(Image::Good),
@@ -250,15 +241,13 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
     let of = || {
         prop_oneof![
             2 => table().prop_map(Of::Table),
-            4 => (0..STREAMS).prop_map(Of::Pool),
-            2 => Just(Of::Group),
+            6 => (0..STREAMS).prop_map(Of::Pool),
         ]
     };
     let routing = || prop_oneof![6 => Just(0_usize), 1 => 1..4_usize];
     let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8));
     let captured = captured.prop_map(|(routing, tokens, has_adapters)| Captured { routing, tokens, has_adapters });
     let replay = (prop::option::weighted(0.3, (of(), routing())), rows()).prop_map(|(of, rows)| Replay { of, rows });
-    let version = || 0..5_u64;
     let call = prop_oneof![
         3 => (table(), slot(), image()).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
         2 => image().prop_map(Call::Reserve),
@@ -273,9 +262,6 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
         4 => (0..STREAMS).prop_map(Call::Commit),
         1 => prop_oneof![1 => Just(Call::RenewPool), 2 => any::<bool>().prop_map(Call::DropOrphan)],
-        3 => version().prop_map(Call::AcquireInGroup),
-        3 => version().prop_map(Call::ReleaseInGroup),
-        1 => version().prop_map(Call::RemoveFromGroup),
         10 => (of(), routing(), rows()).prop_map(|(of, routing, rows)| Call::Step(of, routing, rows)),
     ];
     let of_graphs = prop_oneof![
@@ -321,13 +307,6 @@ struct Recorded<D: Device> {
     captured: Captured,
 }
 
-/// A version that the group's pool has loaded, and its leases.
-struct Loaded {
-    version: u64,
-    slot: Slot,
-    leases: usize,
-}
-
 /// What must be true of a device after some calls.
 pub struct Expected<D: Device> {
     /// Dropped before the device, or after it.
@@ -345,8 +324,6 @@ pub struct Expected<D: Device> {
     outdated: Vec<Resident>,
     adapters: Vec<Registered>,
     held: Vec<Held>,
-    /// From the least recently used one on.
-    group: Vec<Loaded>,
 }
 
 type Outcome = Result<(), String>;
@@ -376,7 +353,6 @@ impl<D: Device> Expected<D> {
             outdated: Vec::new(),
             adapters: Vec::new(),
             held: Vec::new(),
-            group: Vec::new(),
         }
     }
 
@@ -476,30 +452,6 @@ impl<D: Device> Expected<D> {
                 let orphan = self.orphans.pop();
                 if elsewhere {
                     std::thread::spawn(move || drop(orphan)).join().map_err(|_| "the drop of a lease panicked")?;
-                }
-                Ok(())
-            }
-            Call::AcquireInGroup(version) => self.acquire_in_group(version),
-            Call::ReleaseInGroup(version) => {
-                let result = self.device.release_in_group(version);
-                let loaded = self.group.iter_mut().find(|loaded| loaded.version == version && loaded.leases > 0);
-                match loaded {
-                    Some(loaded) => loaded.leases -= 1,
-                    None => {
-                        expect!(matches!(result, Err(GroupError::NotLeased { .. })), "{result:?}");
-                        return Ok(());
-                    }
-                }
-                expect!(result.is_ok(), "{result:?}");
-                Ok(())
-            }
-            Call::RemoveFromGroup(version) => {
-                let result = self.device.remove_from_group(version);
-                if self.group.iter().any(|loaded| loaded.version == version && loaded.leases > 0) {
-                    expect!(matches!(result, Err(GroupError::Leased { .. })), "{result:?}");
-                } else {
-                    expect!(result.is_ok(), "{result:?}");
-                    self.group.retain(|loaded| loaded.version != version);
                 }
                 Ok(())
             }
@@ -622,7 +574,6 @@ impl<D: Device> Expected<D> {
         // The tables of pools start steps in their pools alone.
         let own = match own {
             Of::Table(Table::Pool) => Of::Pool(0),
-            Of::Table(Table::Group) => Of::Group,
             own => own,
         };
         let (of, routing) = replay.of.map_or((own, captured.routing), |(of, routing)| (of, routing % D::ROUTINGS));
@@ -630,7 +581,7 @@ impl<D: Device> Expected<D> {
         self.graphs.insert(index, recorded);
         let is_own = match (of, own) {
             (Of::Pool(stream), Of::Pool(other)) => stream == other && pool == self.pools,
-            (Of::Table(Table::Plain), Of::Table(Table::Plain)) | (Of::Group, Of::Group) => true,
+            (Of::Table(Table::Plain), Of::Table(Table::Plain)) => true,
             _ => false,
         };
         let has_adapters = slots.iter().any(|slot| *slot != Slot::BASE);
@@ -725,31 +676,6 @@ impl<D: Device> Expected<D> {
         Ok(())
     }
 
-    fn acquire_in_group(&mut self, version: u64) -> Outcome {
-        let model = self.device.model().clone();
-        let source = Source::memory(Arc::new(adapter(8, 1000.0 + version as f32, false)), &model, DType::F32).unwrap();
-        let result = self.device.acquire_in_group(version, &source);
-        let there = self.group.iter().position(|loaded| loaded.version == version);
-        let victim = self.group.iter().position(|loaded| loaded.leases == 0);
-        let (leases, before) = match (there, victim) {
-            (Some(there), _) => {
-                let loaded = self.group.remove(there);
-                (loaded.leases, Some(loaded.slot))
-            }
-            _ if self.group.len() < SLOTS => (0, None),
-            (None, Some(victim)) => (0, Some(self.group.remove(victim).slot)),
-            (None, None) => {
-                expect!(matches!(result, Err(GroupError::NoFreeSlot)), "{result:?}");
-                return Ok(());
-            }
-        };
-        let slot = result.map_err(|error| format!("{error:?}"))?;
-        expect!(before.is_none_or(|before| before == slot), "{slot} instead of {before:?}");
-        expect!(self.group.iter().all(|loaded| loaded.slot != slot), "{slot} is in use");
-        self.group.push(Loaded { version, slot, leases: leases + 1 });
-        Ok(())
-    }
-
     fn step(&mut self, of: Of, routing: usize, rows: &[Row]) -> Outcome {
         let (slots, routing) = (self.slots(rows), routing % D::ROUTINGS);
         let result = self.device.step(of, routing, &slots);
@@ -770,10 +696,6 @@ impl<D: Device> Expected<D> {
             let held = self.held.iter().find(|held| (held.stream, held.slot) == (stream, slot));
             held.map(|held| self.adapters[held.adapter].value)
         };
-        let of_group = |slot: Slot| {
-            let loaded = self.group.iter().find(|loaded| loaded.slot == slot && loaded.leases > 0);
-            loaded.map(|loaded| 1000.0 + loaded.version as f32)
-        };
         // What each row is; `None` where the step is refused for it.
         let rows: Vec<Option<f32>> = slots
             .iter()
@@ -782,10 +704,9 @@ impl<D: Device> Expected<D> {
                 (Some(index), _) if index >= SLOTS => None,
                 (Some(index), Of::Table(_)) => Some(self.plain[index].map_or(0.0, |(_, value)| value)),
                 (_, Of::Pool(stream)) => of_lease(stream, slot),
-                (_, Of::Group) => of_group(slot),
             })
             .collect();
-        let is_pooled = matches!(of, Of::Table(Table::Pool | Table::Group));
+        let is_pooled = matches!(of, Of::Table(Table::Pool));
         let capacity = routing_capacity(routing);
         match rows.into_iter().collect::<Option<Vec<_>>>() {
             Some(_) if is_pooled || capacity.num_slots != SLOTS => Rows::Refused(false),
@@ -878,11 +799,9 @@ pub enum Promise {
     EveryStream,
     /// An adapter that is unregistered cannot be leased again.
     Unregisters,
-    /// A lease of a group's adapter keeps it.
-    KeepsInGroup,
 }
 
-pub const PROMISES: [Promise; 9] = [
+pub const PROMISES: [Promise; 8] = [
     Promise::RefusesSteps,
     Promise::RefusesReplays,
     Promise::OwnRow,
@@ -891,7 +810,6 @@ pub const PROMISES: [Promise; 9] = [
     Promise::Owner,
     Promise::EveryStream,
     Promise::Unregisters,
-    Promise::KeepsInGroup,
 ];
 
 /// A device that breaks a promise.
@@ -1019,21 +937,5 @@ impl<D: Device> Device for Broken<D> {
 
     fn renew_pool(&mut self) {
         self.device.renew_pool();
-    }
-
-    fn acquire_in_group(&mut self, version: u64, source: &Source) -> Result<Slot, GroupError> {
-        let result = self.device.acquire_in_group(version, source);
-        if result.is_ok() && self.breaks(Promise::KeepsInGroup) {
-            self.device.release_in_group(version)?;
-        }
-        result
-    }
-
-    fn release_in_group(&mut self, version: u64) -> Result<(), GroupError> {
-        self.device.release_in_group(version)
-    }
-
-    fn remove_from_group(&mut self, version: u64) -> Result<(), GroupError> {
-        self.device.remove_from_group(version)
     }
 }

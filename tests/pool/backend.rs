@@ -1,7 +1,7 @@
 //! The CPU, for what is written once for every backend (tests/model).
 
 pub use aril::cpu::{
-    AdapterPool, Filled, LoraLinear, Matrix, MatrixMut, Reservation, Staging, Step, WeightTable, Workspace,
+    AdapterPool, Filled, LoraLinear, Matrix, MatrixMut, Reservation, Staging, Step, Tiers, WeightTable, Workspace,
 };
 use aril::{
     DType,

@@ -124,7 +124,7 @@ impl<T: Element> Device for Cpu<T> {
     }
 
     type Adapters = cpu::WeightTable;
-    type Pool = cpu::AdapterPool;
+    type Tiers = cpu::Tiers;
     type LoraLinear = LoraLinear;
     type FusedLinear<'a> = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
@@ -206,7 +206,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(match adapters {
             Slots::Table(table) => table.step(&batch, workspace)?,
             Slots::Pool(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
-            Slots::Ranks(pool) => pool.step(&batch, workspace)?,
+            Slots::Ranks(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
         })
     }
 

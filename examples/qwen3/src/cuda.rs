@@ -212,7 +212,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(match adapters {
             Slots::Table(table) => table.step(&batch, workspace)?,
             Slots::Pool(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
-            Slots::Ranks(pool) => pool.step(&batch, workspace)?,
+            Slots::Ranks(pool) => pool.step(StreamId::FIRST, &batch, workspace)?,
         })
     }
 
@@ -551,7 +551,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     type Adapters = WeightTable;
-    type Pool = AdapterPool;
+    type Tiers = cuda::Tiers;
     type LoraLinear = Linear;
     type FusedLinear<'a> = Fused<'a, T>;
     type LoraEmbedding = LoraEmbedding;

@@ -11,14 +11,13 @@ use std::{borrow::Cow, ops::Range};
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    group::{GroupPool, HostTable},
+    group::{GroupPool, Table},
     model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
-    pool::PoolConfig,
+    pool::{AdapterPool, Backend, PoolConfig, Source},
 };
 
 use crate::{
-    adapter_pool::AdapterPool,
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
@@ -97,8 +96,8 @@ pub struct Rope<D: Device> {
 /// What has the slots that a step's tokens name: a table, or the pool that fills its slots.
 pub enum Slots<'a, D: Device> {
     Table(&'a D::Adapters),
-    Pool(&'a D::Pool),
-    Ranks(&'a GroupPool<Rank, D::Adapters>),
+    Pool(&'a AdapterPool<D::Tiers>),
+    Ranks(&'a GroupPool<Rank, D::Tiers>),
 }
 
 impl<D: Device> Clone for Slots<'_, D> {
@@ -110,7 +109,7 @@ impl<D: Device> Clone for Slots<'_, D> {
 impl<D: Device> Copy for Slots<'_, D> {}
 
 /// A device that the forward runs on, computing on one element type.
-pub trait Device: Sized {
+pub trait Device: Sized + 'static {
     /// The element type of activations.
     type Elem: Element;
     /// A row-major matrix of `Elem`.
@@ -139,9 +138,9 @@ pub trait Device: Sized {
     // ---- Multi-LoRA: the library's types and operations, under its names.
 
     /// `aril::{cpu, cuda}::WeightTable`.
-    type Adapters: HostTable + Clone;
-    /// `aril::{cpu, cuda}::AdapterPool`.
-    type Pool: AdapterPool + 'static;
+    type Adapters: Table + Clone;
+    /// `aril::{cpu, cuda}::Tiers`, of a pool.
+    type Tiers: Backend<Source = Source, Weights = Self::Adapters> + 'static;
     /// `aril::{cpu, cuda}::LoraLinear`, or `FullyShardedLinear` with what the ranks exchange between its halves.
     type LoraLinear;
     /// `aril::cuda::FusedLinear`.
@@ -174,7 +173,12 @@ pub trait Device: Sized {
         progress: impl FnMut(usize),
     ) -> Result<()>;
     /// An empty pool, and the table whose slots it fills.
-    fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(Self::Pool, Self::Adapters)>;
+    fn pool(
+        &self,
+        model: &Model,
+        capacity: Capacity,
+        config: PoolConfig,
+    ) -> Result<(AdapterPool<Self::Tiers>, Self::Adapters)>;
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
     /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
     fn fused_linear<'a>(

@@ -31,7 +31,7 @@ use crate::{
     generate::{Generation, Limits, Sequence, generate, replay},
     group::{Rank, errors_of_ranks},
     model::{Described, Model, Split, describe, load},
-    pool::{Batch, Batches, Pooled, PooledOnRanks},
+    pool::{Batch, Batches, pooled},
     report::Row,
     requests::Request,
     stderr::say,
@@ -190,13 +190,9 @@ impl Job {
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
         let (mut pool, table): (Option<Box<dyn Batches<D>>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
-            Some(config) if self.tp == 1 => {
-                let (pool, table) = Pooled::new(device, &described.model, &self.adapters, tokens, config)?;
-                (Some(Box::new(pool)), table)
-            }
             Some(config) => {
-                let (pool, table) = PooledOnRanks::new(device, &described.model, &self.adapters, tokens, config, rank)?;
-                (Some(Box::new(pool)), table)
+                let (pool, table) = pooled(device, &described.model, &self.adapters, tokens, config, rank)?;
+                (Some(pool), table)
             }
         };
         let model = Model::new(device, &self.config, &described, weights, table, tokens)?;
@@ -204,7 +200,7 @@ impl Job {
         let (generations, batches) = self.serve(&model, pool.as_mut(), limits)?;
         let elapsed = start.elapsed();
         drop(model);
-        let pool = pool.and_then(|pool| pool.snapshot());
+        let pool = pool.map(|pool| pool.snapshot());
 
         let compare = || self.compare(device, rank, &described, &batches, &generations);
         let moved = self.compare_with_base.then(compare).transpose()?;

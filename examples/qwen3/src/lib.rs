@@ -7,7 +7,6 @@
 #![expect(missing_docs, reason = "a field or a method whose name says it all has no sentence of its own")]
 #![expect(clippy::missing_errors_doc, reason = "an error is a sentence that names its cause: see `error`")]
 
-pub mod adapter_pool;
 pub mod checkpoint;
 mod cli;
 pub mod config;

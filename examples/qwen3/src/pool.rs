@@ -6,13 +6,12 @@ use std::{mem, result, sync::Arc, time::Duration};
 use aril::{
     Element, Slot,
     adapter::Adapter,
-    group::{Group, GroupPool, HostTable},
+    group::GroupPool,
     model::Model,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Snapshot, Source},
+    pool::{AdapterId, AdapterPool, Backend, Lease, PoolConfig, PoolError, Snapshot, Source, StreamId},
 };
 
 use crate::{
-    adapter_pool::AdapterPool,
     device::{Device, Slots},
     error::{Context, Result},
     group::Rank,
@@ -31,15 +30,40 @@ pub(crate) trait Batches<D: Device> {
     fn finish(&mut self, batch: Batch) -> Result<()>;
     /// What has the slots of a batch.
     fn slots(&self) -> Slots<'_, D>;
-    /// The state of the pool; `None` if there are several.
-    fn snapshot(&self) -> Option<Snapshot>;
+    /// The state of the pool, on this rank.
+    fn snapshot(&self) -> Snapshot;
 }
 
 /// A pool that knows all adapters of a run.
-pub(crate) struct Pooled<P> {
-    pool: P,
+struct Pooled<D: Device, B: Backend> {
+    pool: AdapterPool<B>,
     /// With their names.
     adapters: Vec<(String, AdapterId)>,
+    slots: for<'a> fn(&'a AdapterPool<B>) -> Slots<'a, D>,
+}
+
+/// A rank's pool for steps of at most `tokens` tokens, and the table whose slots it fills. Every rank makes the same calls.
+pub(crate) fn pooled<D: Device>(
+    device: &D,
+    model: &Model,
+    adapters: &[(String, Arc<Adapter>)],
+    tokens: usize,
+    config: PoolConfig,
+    rank: &Rank,
+) -> Result<(Box<dyn Batches<D>>, D::Adapters)> {
+    let source = |(name, adapter): &(String, Arc<Adapter>)| {
+        Source::memory(Arc::clone(adapter), model, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))
+    };
+    let sources = adapters.iter().map(source).collect::<Result<Vec<_>>>()?;
+    let capacity = capacity(tokens, sources.iter().map(Source::max_rank), rank)?;
+    let (pool, table) = device.pool(model, capacity, config)?;
+    let sources = adapters.iter().map(|(name, _)| name).zip(sources);
+    let pool: Box<dyn Batches<D>> = if rank.tp().size() == 1 {
+        Box::new(Pooled::new(pool, sources, |pool| Slots::Pool(pool))?)
+    } else {
+        Box::new(Pooled::new(GroupPool::new(rank.clone(), pool)?, sources, |pool| Slots::Ranks(pool))?)
+    };
+    Ok((pool, table))
 }
 
 /// Requests that run together.
@@ -58,27 +82,18 @@ impl Batch {
     }
 }
 
-impl<P: AdapterPool> Pooled<P> {
-    /// A pool for steps of at most `tokens` tokens, and the table whose slots it fills.
-    pub(crate) fn new<D: Device<Pool = P>>(
-        device: &D,
-        model: &Model,
-        adapters: &[(String, Arc<Adapter>)],
-        tokens: usize,
-        config: PoolConfig,
-    ) -> Result<(Self, D::Adapters)> {
-        let source = |(name, adapter): &(String, Arc<Adapter>)| {
-            Source::memory(Arc::clone(adapter), model, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))
-        };
-        let sources = adapters.iter().map(source).collect::<Result<Vec<_>>>()?;
-        let (mut pool, table) =
-            device.pool(model, capacity(tokens, sources.iter().map(Source::max_rank), &Rank::default())?, config)?;
-        let register = |(source, (name, _)): (Source, &(String, Arc<Adapter>))| {
+impl<D: Device, B: Backend<Source = Source>> Pooled<D, B> {
+    fn new<'n>(
+        mut pool: AdapterPool<B>,
+        sources: impl Iterator<Item = (&'n String, Source)>,
+        slots: for<'a> fn(&'a AdapterPool<B>) -> Slots<'a, D>,
+    ) -> Result<Self> {
+        let register = |(name, source): (&String, Source)| {
             let id = pool.register(source).context(format_args!("adapter `{name}`"))?;
             Ok((name.clone(), id))
         };
-        let adapters = sources.into_iter().zip(adapters).map(register).collect::<Result<_>>()?;
-        Ok((Self { pool, adapters }, table))
+        let adapters = sources.map(register).collect::<Result<_>>()?;
+        Ok(Self { pool, adapters, slots })
     }
 
     /// The place of an adapter among those of a batch, which it joins unless it is there; `None` if it does not fit beside them.
@@ -102,9 +117,9 @@ impl<P: AdapterPool> Pooled<P> {
     /// Leases adapters, which no batch uses now, together. Waits until they are there.
     fn lease(&mut self, ids: &[AdapterId]) -> result::Result<Vec<Lease>, PoolError> {
         loop {
-            match self.pool.prepare(ids) {
+            match self.pool.prepare(ids, StreamId::FIRST) {
                 Err(PoolError::Loading { .. } | PoolError::Full) => {
-                    self.pool.commit()?;
+                    self.pool.commit(StreamId::FIRST)?;
                     self.pool.wait(WAIT);
                 }
                 leases => return leases,
@@ -113,7 +128,7 @@ impl<P: AdapterPool> Pooled<P> {
     }
 }
 
-impl<D: Device> Batches<D> for Pooled<D::Pool> {
+impl<D: Device, B: Backend<Source = Source>> Batches<D> for Pooled<D, B> {
     fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
         let (mut ids, mut taken) = (Vec::new(), Vec::new());
         for request in mem::take(waiting) {
@@ -137,80 +152,14 @@ impl<D: Device> Batches<D> for Pooled<D::Pool> {
 
     fn finish(&mut self, batch: Batch) -> Result<()> {
         drop(batch.leases);
-        Ok(self.pool.commit()?)
+        Ok(self.pool.commit(StreamId::FIRST)?)
     }
 
     fn slots(&self) -> Slots<'_, D> {
-        Slots::Pool(&self.pool)
+        (self.slots)(&self.pool)
     }
 
-    fn snapshot(&self) -> Option<Snapshot> {
-        Some(self.pool.snapshot())
-    }
-}
-
-/// The pools of all ranks of a group. Every rank makes the same calls, and has each adapter in the same slot.
-pub(crate) struct PooledOnRanks<T: HostTable> {
-    pool: GroupPool<Rank, T>,
-    /// With their names. Their places are their versions.
-    adapters: Vec<(String, Arc<Adapter>)>,
-    /// The adapters of the batch, one for each of its requests.
-    leased: Vec<u64>,
-}
-
-impl<T: HostTable + Clone> PooledOnRanks<T> {
-    /// Pools for steps of at most `tokens` tokens, and this rank's table.
-    pub(crate) fn new<D: Device<Adapters = T>>(
-        device: &D,
-        model: &Model,
-        adapters: &[(String, Arc<Adapter>)],
-        tokens: usize,
-        config: PoolConfig,
-        rank: &Rank,
-    ) -> Result<(Self, T)> {
-        let max_rank = |(name, adapter): &(String, Arc<Adapter>)| {
-            let image = adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`"))?;
-            Ok(image.max_rank())
-        };
-        let ranks = adapters.iter().map(max_rank).collect::<Result<Vec<_>>>()?;
-        let capacity = capacity(tokens, ranks.into_iter(), rank)?;
-        let table = device.adapters(model, capacity, config.arena_bytes)?;
-        let pool = GroupPool::new(Group::new(rank.clone(), table.clone())?)?;
-        let pool = pool.with_host_tier(config.host_bytes, config.packers)?;
-        Ok((Self { pool, adapters: adapters.to_vec(), leased: Vec::new() }, table))
-    }
-}
-
-impl<D: Device> Batches<D> for PooledOnRanks<D::Adapters> {
-    fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
-        let mut taken = Vec::new();
-        for request in mem::take(waiting) {
-            let Some(index) = requests[request].adapter else {
-                taken.push((request, Slot::BASE));
-                continue;
-            };
-            let ((name, adapter), version) = (&self.adapters[index], index as u64);
-            match self.pool.acquire(version, || Ok(Arc::clone(adapter))) {
-                Ok(slot) => {
-                    self.leased.push(version);
-                    taken.push((request, slot));
-                }
-                Err(error) if error.is_full() && !self.leased.is_empty() => waiting.push(request),
-                Err(error) => return Err(error).context(format_args!("adapter `{name}`")),
-            }
-        }
-        Ok(Batch { requests: taken, leases: Vec::new() })
-    }
-
-    fn finish(&mut self, _: Batch) -> Result<()> {
-        Ok(self.leased.drain(..).try_for_each(|version| self.pool.release(version))?)
-    }
-
-    fn slots(&self) -> Slots<'_, D> {
-        Slots::Ranks(&self.pool)
-    }
-
-    fn snapshot(&self) -> Option<Snapshot> {
-        None
+    fn snapshot(&self) -> Snapshot {
+        self.pool.snapshot()
     }
 }

@@ -7,7 +7,6 @@ use std::{convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
-use super::pool::Steps;
 use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places, Slots},
@@ -21,7 +20,7 @@ use crate::{
 const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
-pub(crate) trait Capture: Device<Pool: Steps<Self>> {
+pub(crate) trait Capture: Device {
     /// A captured step.
     type Graph;
 

@@ -21,12 +21,33 @@ pub(crate) trait Pool {
     fn retry(&mut self, id: AdapterId) -> Result<(), PoolError>;
     /// The next load that has failed.
     fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)>;
+    /// Where an adapter is; `None` if it is not registered.
+    fn residency(&self, id: AdapterId) -> Option<Residency>;
+
     /// Whether an adapter has been read, or the error of its last load. One whose memory others have taken since is read again.
-    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError>;
+    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
+        match self.residency(id) {
+            None => Err(PoolError::Unknown { id }),
+            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
+            Some(Residency { tier: Tier::Source, .. }) => {
+                // A prefetch of one that is being read changes nothing.
+                self.prefetch(id)?;
+                Ok(false)
+            }
+            Some(_) => Ok(true),
+        }
+    }
+
     /// Whether the last load of an adapter has failed.
-    fn has_failed(&self, id: AdapterId) -> bool;
+    fn has_failed(&self, id: AdapterId) -> bool {
+        self.residency(id).is_some_and(|residency| residency.failure.is_some())
+    }
+
     /// The fastest tier that an adapter is in; `None` if it is not known.
-    fn tier(&self, id: AdapterId) -> Option<Tier>;
+    fn tier(&self, id: AdapterId) -> Option<Tier> {
+        self.residency(id).map(|residency| residency.tier)
+    }
+
     fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError>;
     fn commit(&mut self) -> error::Result<()>;
     fn wait(&mut self, timeout: Duration) -> bool;
@@ -57,7 +78,7 @@ impl Lease {
     }
 }
 
-impl<B: Backend<Source = Source>, D: Device<Pool = AdapterPool<B>>> Steps<D> for AdapterPool<B> {
+impl<B: Backend<Source = Source>, D: Device<Tiers = B>> Steps<D> for AdapterPool<B> {
     fn slots(&self) -> Slots<'_, D> {
         Slots::Pool(self)
     }
@@ -89,25 +110,8 @@ impl<B: Backend<Source = Source>> Pool for AdapterPool<B> {
         }
     }
 
-    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
-        match self.residency(id) {
-            None => Err(PoolError::Unknown { id }),
-            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
-            Some(Residency { tier: Tier::Source, .. }) => {
-                // A prefetch of one that is being read changes nothing.
-                self.prefetch(id)?;
-                Ok(false)
-            }
-            Some(_) => Ok(true),
-        }
-    }
-
-    fn has_failed(&self, id: AdapterId) -> bool {
-        self.residency(id).is_some_and(|residency| residency.failure.is_some())
-    }
-
-    fn tier(&self, id: AdapterId) -> Option<Tier> {
-        self.residency(id).map(|residency| residency.tier)
+    fn residency(&self, id: AdapterId) -> Option<Residency> {
+        self.residency(id)
     }
 
     fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError> {

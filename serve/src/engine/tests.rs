@@ -14,6 +14,7 @@ use std::{
 
 use aril::{
     DType, Element, Slot,
+    group::GroupPool,
     model::{self, TpRank},
     plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source},
@@ -170,7 +171,7 @@ impl Files {
         &self,
         sizes: Sizes,
         slots: usize,
-        follow: impl Fn(&mut Runner<'_, D>, &mut RankPool<'_, D>, &Receiver<Order>) -> Result<()> + Sync,
+        follow: impl Fn(&mut Runner<'_, D>, &mut RankPool<D>, &Receiver<Order>) -> Result<()> + Sync,
         test: impl FnOnce(&mut World<'_, D>) -> R,
     ) -> R {
         let size = self.split.tp.size();
@@ -230,17 +231,17 @@ fn capacity(sizes: Sizes, slots: usize) -> Capacity {
 }
 
 /// A rank's part of a group's pool, and its table.
-fn rank_pool<'d, D: Platform>(
-    device: &'d D,
+fn rank_pool<D: Platform>(
+    device: &D,
     described: &Described,
     rank: &Rank,
     sizes: Sizes,
     slots: usize,
     config: &PoolConfig,
-) -> (RankPool<'d, D>, D::Adapters) {
-    let table = device.adapters(&described.model, capacity(sizes, slots), config.arena_bytes);
-    let table = table.expect("the capacity is valid");
-    (RankPool::new(device, rank, table.clone(), config).expect("there is memory"), table)
+) -> (RankPool<D>, D::Adapters) {
+    let pool = device.pool(&described.model, capacity(sizes, slots), *config);
+    let (pool, table) = pool.expect("the capacity is valid");
+    (RankPool::new(GroupPool::new(rank.clone(), pool).expect("the ranks agree")), table)
 }
 
 /// An engine, its clock, and its adapters by name.
@@ -689,7 +690,7 @@ fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>(tp: usiz
     });
 }
 
-/// An adapter whose files vanish before its first load fails its requests alone, and recovers with its files.
+/// An adapter whose files vanish between its registration and its first load fails its requests alone, and recovers with its files.
 fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp: usize) {
     let files = Files::on_ranks("qwen3", tp);
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
@@ -701,8 +702,11 @@ fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp
     }
     files.run::<D, _>(LARGE, 4, |world| {
         let source = Source::directory(&whole, files.model(), DType::F32).expect("the adapter is of this model");
+        let bytes = source.bytes();
+        let id = world.engine.pool.register(source).expect("there is room");
         fs::rename(&whole, &away).expect("the folder can be moved");
-        let id = world.engine.add_adapter(source).expect("there is room");
+        world.engine.pool.prefetch(id).expect("no load has failed");
+        world.engine.scheduler.add_version(id, bytes);
         world.adapters.insert("vanished".into(), id);
         let prompt = files.prompt("What is the password?");
         let ask = |world: &mut World<'_, D>| {
@@ -762,19 +766,20 @@ fn a_failed_load_ends_its_requests_at_once() {
 /// An adapter that is larger than all of the memory for adapters is refused, rather than waited for.
 #[test]
 fn an_adapter_that_never_fits_is_refused() {
-    let files = Files { arena_bytes: 512 << 10, ..Files::on_ranks("qwen3", 2) };
-    files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
-        let large = world.add("adapters", "r64-all");
-        let small = world.add("adapters", "r8-all");
-        let mut loaded = |id| {
-            (0..200).find_map(|_| {
+    for tp in [1, 2] {
+        let files = Files { arena_bytes: 512 << 10, ..Files::on_ranks("qwen3", tp) };
+        files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
+            let large = files.source(&fixtures().join("adapters/r64-all"), DType::F32);
+            let refused = world.engine.add_adapter(large);
+            assert!(matches!(refused, Err(PoolError::TooLarge { what: "arena", .. })), "{refused:?}");
+            let small = world.add("adapters", "r8-all");
+            let loaded = (0..200).find_map(|_| {
                 world.step();
-                Some(world.engine.is_loaded(id)).filter(|loaded| !matches!(loaded, Ok(false)))
-            })
-        };
-        assert!(matches!(loaded(large), Some(Err(PoolError::Failed { .. }))));
-        assert!(matches!(loaded(small), Some(Ok(true))));
-    });
+                Some(world.engine.is_loaded(small)).filter(|loaded| !matches!(loaded, Ok(false)))
+            });
+            assert!(matches!(loaded, Some(Ok(true))), "{loaded:?}");
+        });
+    }
 }
 
 /// A step that fails ends all of its requests, also one that gave up its blocks to another after the step was enqueued.
@@ -832,10 +837,11 @@ fn the_end_of_a_prefix_is_taken_first() {
 /// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine ends with an error
 /// that names it, and no request is answered from a part of the ranks.
 fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
-    for (hangs, orders_carried_out) in [(false, 0), (false, 1), (false, 3), (false, 4), (true, 1), (true, 3)] {
+    let ends = (0..7).map(|orders| (false, orders));
+    for (hangs, orders_carried_out) in ends.chain((0..4).map(|orders| (true, orders))) {
         let limit = if hangs { Duration::from_secs(3) } else { LIMIT };
         let files = Files { limit, ..Files::on_ranks("qwen3", 2) };
-        let fail = |runner: &mut Runner<'_, D>, pool: &mut RankPool<'_, D>, orders: &Receiver<Order>| {
+        let fail = |runner: &mut Runner<'_, D>, pool: &mut RankPool<D>, orders: &Receiver<Order>| {
             for _ in 0..orders_carried_out {
                 let (relay, relayed) = channel();
                 relay.send(orders.recv()?)?;
@@ -847,11 +853,24 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
             Err(Error::new("it ends here"))
         };
         files.run_ranks::<D, _>(LARGE, 4, fail, |world| {
+            // NCCL does not tell which rank it waits for.
+            let names_it =
+                |error: &str| error.contains("rank 1: ") || (hangs && error.contains("another rank does nothing"));
             let start = Instant::now();
-            world.add("adapters", "r8-all");
-            let requests = [Some("r8-all"), None]
-                .map(|adapter| world.request(adapter, files.prompt("What is the password?"), 12, GREEDY));
-            let mut submitted = requests.map(|request| world.submit(request));
+            let source = files.source(&fixtures().join("adapters/r8-all"), D::Elem::DTYPE);
+            let adapter = world.engine.add_adapter(source);
+            if let Err(error) = &adapter {
+                assert!(
+                    orders_carried_out == 0 && names_it(&error.to_string()),
+                    "{hangs} {orders_carried_out}: {error}"
+                );
+            }
+            let adapters = adapter.ok().into_iter().map(Some).chain([None]);
+            let submit = |adapter| {
+                let request = world.request(None, files.prompt("What is the password?"), 12, GREEDY);
+                world.submit(Request { adapter, ..request })
+            };
+            let mut submitted: Vec<_> = adapters.map(submit).collect();
             let error = loop {
                 assert!(!world.engine.is_idle(), "the requests were answered");
                 match world.engine.step(world.now) {
@@ -859,9 +878,6 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
                     Err(error) => break error.to_string(),
                 }
             };
-            // NCCL does not tell which rank it waits for.
-            let names_it =
-                |error: &str| error.contains("rank 1: ") || (hangs && error.contains("another rank does nothing"));
             assert!(names_it(&error), "{hangs} {orders_carried_out}: {error}");
             assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
             for submitted in &mut submitted {

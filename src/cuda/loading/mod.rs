@@ -2,7 +2,6 @@
 
 mod arena;
 mod flip;
-mod host;
 mod parts;
 mod pool;
 mod staging;
@@ -10,7 +9,6 @@ mod table;
 mod upload;
 
 pub use self::{
-    host::{HostAdapter, HostMemory},
     pool::{AdapterPool, Tiers},
     staging::Staging,
     table::WeightTable,

@@ -11,7 +11,6 @@ use super::{
     arena::Arena,
     capturing::Relaxed,
     flip::Flip,
-    host::NOWHERE,
     host_arena::HostArena,
     own_stream::OwnStream,
     parts::{Parts, Unsealed},
@@ -19,12 +18,12 @@ use super::{
     table::row_bytes,
 };
 use crate::{
-    DType,
+    DType, Slot,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
     copies::Copies,
     error::{LoadError, OperandError},
-    model::Model,
+    model::{Model, TpRank},
     plan::Capacity,
     pool::{
         self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
@@ -62,6 +61,9 @@ pub struct Tiers {
     /// Copies that reads make, by number. Those that have failed or were revoked stay until the next read.
     parts: Vec<(u64, Arc<Parts>)>,
 }
+
+/// Address of a block whose place is not known yet.
+const NOWHERE: u64 = 1 << 20;
 
 /// Bytes of a part of an adapter that is copied while others are packed. Smaller ones take more calls of the driver, and of larger ones
 /// more are left when the last factor is packed.
@@ -139,31 +141,6 @@ impl AdapterPool {
     pub fn add_queue(&mut self, queue: &Queue) -> Result<StreamId, PoolError> {
         self.backend.add_lane(queue)?;
         Ok(self.new_stream())
-    }
-
-    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation is enqueued.
-    ///
-    /// Slots in device memory cannot be checked: see [`Routing::update_on_device`](crate::cuda::Routing::update_on_device).
-    ///
-    /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](pool::Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
-    /// as for [`WeightTable::step`].
-    pub fn step<'a>(
-        &'a self,
-        stream: StreamId,
-        batch: &RoutedBatch<'a>,
-        workspace: &'a mut Workspace,
-    ) -> Result<Step<'a>, LaunchError> {
-        let lane = self.backend.lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
-        let step = lane.owner.step(batch, workspace)?;
-        self.check_leased(stream, batch.slots())?;
-        Ok(step)
-    }
-
-    /// The table of a compute stream, to make layers of and to [capture](WeightTable::capture); `None` if the stream belongs to another
-    /// pool. The pool alone loads, unloads and [steps](Self::step).
-    pub fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
-        self.backend.lanes.get(stream.0).map(|lane| &lane.weights)
     }
 }
 
@@ -281,13 +258,22 @@ impl Packed {
 
 impl Backend for Tiers {
     type Source = Source;
+    type Weights = WeightTable;
+    type Batch<'a> = RoutedBatch<'a>;
+    type Workspace = Workspace;
+    type Step<'a> = Step<'a>;
+    type Error = LaunchError;
 
-    fn size(&self, source: &Source) -> Result<(usize, bool), PoolError> {
-        self.tier.size(source)
+    fn tp(&self) -> TpRank {
+        self.tier.tp()
     }
 
-    fn add(&mut self, id: AdapterId, source: Source) {
-        self.tier.add(id, source);
+    fn shard(&self, source: &Source) -> Result<Source, LoadError> {
+        self.tier.shard(source)
+    }
+
+    fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
+        self.tier.add(id, source)
     }
 
     fn remove(&mut self, id: AdapterId) {
@@ -303,8 +289,12 @@ impl Backend for Tiers {
         is_copied
     }
 
-    fn next_read(&mut self, wait: Option<Duration>) -> Option<Read> {
-        self.tier.next_read(wait)
+    fn notice(&mut self, wait: Option<Duration>) {
+        self.tier.notice(wait);
+    }
+
+    fn next_read(&mut self) -> Option<Read> {
+        self.tier.next_read()
     }
 
     fn copies_parts(&self) -> bool {
@@ -314,6 +304,14 @@ impl Backend for Tiers {
     fn revoke(&mut self, copy: &Copy) -> bool {
         let parts = self.parts.iter().find(|(number, _)| *number == copy.number);
         parts.is_some_and(|(_, parts)| parts.revoke())
+    }
+
+    fn abandon(&mut self, copy: &Copy) -> bool {
+        let is_of = |(number, parts): &(u64, Arc<Parts>)| *number == copy.number && parts.is_complete();
+        let Some(place) = self.parts.iter().position(is_of) else { return false };
+        let (number, parts) = self.parts.swap_remove(place);
+        self.copying.push_back((number, Arc::clone(parts.copied())));
+        true
     }
 
     fn finish(&mut self, copy: &Copy) {
@@ -338,20 +336,29 @@ impl Backend for Tiers {
         if is_copied { self.copying.pop_front().map(|(number, _)| number) } else { None }
     }
 
-    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
-        let Granted { slot, number, .. } = granted;
+    fn settle(&mut self) {
+        let _relaxed = Relaxed::new();
+        for (_, copied) in &self.copying {
+            // On an error the context is gone, and with it the copy.
+            let _ = copied.synchronize();
+        }
+    }
+
+    fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError> {
         let lane = &mut self.lanes[stream.0];
-        if lane.flipped[slot] != number {
-            let content = self.contents[slot].as_ref().expect("a leased slot has a block");
-            let &Content { ref copied, row, bytes, max_rank } = content;
-            lane.owner.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
-            lane.flipped[slot] = number;
+        for &Granted { slot, number, .. } in granted {
+            if lane.flipped[slot] != number {
+                let content = self.contents[slot].as_ref().expect("a leased slot has a block");
+                let &Content { ref copied, row, bytes, max_rank } = content;
+                lane.owner.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
+                lane.flipped[slot] = number;
+            }
         }
         Ok(())
     }
 
     /// False during a capture: the row could not be cleared.
-    fn may_evict(&self) -> bool {
+    fn may_evict(&mut self) -> bool {
         self.lanes.iter().all(|lane| lane.weights.queue().enter().is_ok())
     }
 
@@ -370,6 +377,24 @@ impl Backend for Tiers {
     fn forget(&mut self, id: AdapterId) {
         self.tier.forget(id);
     }
+
+    fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
+        self.lanes.get(stream.0).map(|lane| &lane.weights)
+    }
+
+    fn slots<'b>(batch: &'b RoutedBatch<'_>) -> &'b [Slot] {
+        batch.slots()
+    }
+
+    fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &RoutedBatch<'a>,
+        workspace: &'a mut Workspace,
+    ) -> Result<Step<'a>, LaunchError> {
+        let lane = self.lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
+        lane.owner.step(batch, workspace)
+    }
 }
 
 impl Drop for Tiers {
@@ -379,11 +404,7 @@ impl Drop for Tiers {
             parts.revoke();
             parts.wait();
         }
-        let _relaxed = Relaxed::new();
-        for (_, copied) in self.copying.drain(..) {
-            // On an error the context is gone, and with it the copy.
-            let _ = copied.synchronize();
-        }
+        self.settle();
     }
 }
 

@@ -1,16 +1,16 @@
 #![expect(unsafe_code, reason = "copies on a stream that it owns")]
 
 use std::{
-    ops::{Deref, DerefMut, Range},
+    ops::{Deref, DerefMut},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::{CudaContext, CudaEvent};
 
-use super::{LaunchError, Queue, host_arena::HostArena, own_stream::OwnStream, pinned::Pinned};
+use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
-    copies::{Copies, CopyStream as _},
+    copies::Copies,
     error::LoadError,
 };
 
@@ -54,11 +54,6 @@ impl Staging {
         Copies::begin(&self.stream, end)
     }
 
-    /// Blocks the thread that drops it until the copies so far have run.
-    pub(super) fn run_on_drop(&self) -> RunOnDrop {
-        RunOnDrop(Arc::clone(&self.stream))
-    }
-
     /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
     /// both buffers are being copied.
     ///
@@ -78,20 +73,6 @@ impl Staging {
             progress(range.end);
         }
         Ok(())
-    }
-
-    /// Enqueues a copy of a part of page-locked memory.
-    ///
-    /// # Safety
-    /// As for [`copy_image`](Self::copy_image). Nothing writes to the part until the copy has run, and the memory stays allocated.
-    pub(super) unsafe fn copy_part(
-        &mut self,
-        to: u64,
-        arena: &HostArena,
-        range: Range<usize>,
-    ) -> Result<(), LoadError> {
-        // SAFETY: the caller's obligations.
-        Ok(unsafe { arena.copy_to(range, to, self.stream.raw()) }?)
     }
 
     /// Enqueues a copy of `bytes`, through the buffers.
@@ -125,16 +106,6 @@ impl Staging {
         unsafe { buffer.copy_to(to, len, stream) }?;
         self.next = 1 - self.next;
         Ok(())
-    }
-}
-
-/// Blocks the thread that drops it until the copies of a stream have run, so that what they read can be freed.
-pub(super) struct RunOnDrop(Arc<OwnStream>);
-
-impl Drop for RunOnDrop {
-    fn drop(&mut self) {
-        // On an error the context is gone, and with it the copies.
-        let _ = self.0.synchronize();
     }
 }
 

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    Filled, HostAdapter, HostMemory, LaunchError, Queue, Reservation, Staging,
+    Filled, LaunchError, Queue, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
     region::{Kept, Region},
@@ -21,7 +21,6 @@ use crate::{
     extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
-    pool::PoolError,
     residency::{Blocks, Bounds, Resident, SlotInfo, Slots, Usage},
     routing::Batch,
 };
@@ -185,36 +184,11 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        self.fill_by(|staging| reservation.fill_with_progress(image, staging, progress))
-    }
-
-    /// Fills a reservation from page-locked memory, and waits for the copy.
-    pub(crate) fn fill_packed(&self, reservation: Reservation, packed: &HostAdapter) -> Result<Filled, LoadError> {
-        self.fill_by(|staging| reservation.fill_packed(packed, staging))
-    }
-
-    fn fill_by(&self, fill: impl FnOnce(&mut Staging) -> Result<Filled, LoadError>) -> Result<Filled, LoadError> {
         // The staging is free for another load while this one waits.
-        let filled = fill(&mut *self.shared.stagings.lend(&self.shared.queue)?)?;
+        let filled =
+            reservation.fill_with_progress(image, &mut *self.shared.stagings.lend(&self.shared.queue)?, progress)?;
         filled.wait()?;
         Ok(filled)
-    }
-
-    /// Page-locked memory for adapters of the table.
-    pub(crate) fn host_memory(&self, bytes: usize) -> Result<HostMemory, PoolError> {
-        HostMemory::new(&self.shared.queue, bytes)
-    }
-
-    /// As [`arena_bytes`](Self::arena_bytes).
-    pub(crate) fn arena_bytes_of(&self, packed: &HostAdapter) -> usize {
-        blocks::bytes_for([packed.bytes], self.shared.row_bytes())
-    }
-
-    /// As [`reserve`](Self::reserve).
-    pub(crate) fn reserve_packed(&self, packed: &HostAdapter) -> Result<Reservation, LoadError> {
-        self.check_owner()?;
-        self.shared.bounds.check(&packed.model, packed.dtype, packed.max_rank)?;
-        self.reserve_bytes(packed.bytes)
     }
 
     /// Rejects a slot that does not exist.
@@ -229,10 +203,7 @@ impl WeightTable {
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         self.check_owner()?;
         self.shared.bounds.check_image(image)?;
-        self.reserve_bytes(image.bytes())
-    }
-
-    fn reserve_bytes(&self, image_bytes: usize) -> Result<Reservation, LoadError> {
+        let image_bytes = image.bytes();
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         queue.bind()?;
         let (blocks, waits) = arena.take(self.shared.rooms_of(image_bytes))?;

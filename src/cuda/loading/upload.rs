@@ -6,9 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{
-    HostAdapter, LaunchError, Staging, arena::Arena, capturing::Relaxed, own_stream::OwnStream, raw::Descriptor,
-};
+use super::{LaunchError, Staging, arena::Arena, capturing::Relaxed, own_stream::OwnStream, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
     copies,
@@ -59,52 +57,16 @@ impl Reservation {
     /// # Errors
     /// As for `fill`.
     pub fn fill_with_progress(
-        self,
+        mut self,
         image: &SlotImage<'_>,
         staging: &mut Staging,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
         self.bounds.check_image(image)?;
-        self.expect_size(image.bytes())?;
-        self.fill_by(
-            image.max_rank(),
-            staging,
-            // SAFETY: the obligations of `fill_by`.
-            |staging, block| unsafe { staging.copy_image(block, image, progress) },
-            |block| Descriptor::row(image, block),
-        )
-    }
-
-    /// Copies an adapter in page-locked memory, and waits for the copy.
-    pub(super) fn fill_packed(self, packed: &HostAdapter, staging: &mut Staging) -> Result<Filled, LoadError> {
-        self.expect_size(packed.bytes)?;
-        let (memory, range) = packed.place();
-        // Whatever ends this call, the copy no longer reads the adapter, which may then be freed.
-        let _run = staging.run_on_drop();
-        self.fill_by(
-            packed.max_rank,
-            staging,
-            // SAFETY: the obligations of `fill_by`. The adapter is borrowed until the copy has run, and nothing writes to it.
-            |staging, block| unsafe { staging.copy_part(block, memory, range) },
-            |block| packed.row(block),
-        )
-    }
-
-    /// Rejects an image that the room was not reserved for.
-    fn expect_size(&self, bytes: usize) -> Result<(), SlotError> {
-        let reserved = self.image_bytes;
-        if bytes == reserved { Ok(()) } else { Err(SlotError::OtherImage { bytes, reserved }) }
-    }
-
-    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has the address of the
-    /// block, which has the size of the image, and which nothing else uses until the copies have run.
-    fn fill_by(
-        mut self,
-        max_rank: usize,
-        staging: &mut Staging,
-        copy: impl FnOnce(&mut Staging, u64) -> Result<(), LoadError>,
-        row: impl FnOnce(u64) -> Vec<Descriptor>,
-    ) -> Result<Filled, LoadError> {
+        let (bytes, reserved) = (image.bytes(), self.image_bytes);
+        if bytes != reserved {
+            return Err(SlotError::OtherImage { bytes, reserved }.into());
+        }
         let arena = Arc::clone(self.room.arena());
         let queue = arena.queue();
         queue.kernels().check_context("the staging", staging.context())?;
@@ -113,15 +75,16 @@ impl Reservation {
             staging.wait_for(&event)?;
         }
         let [block, row_at] = self.room.blocks().each_ref().map(|block| arena.address(block));
-        let descriptors = row(block);
-        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the user's code.
+        let descriptors = Descriptor::row(image, block);
+        // From here on, nothing frees the room under a copy: neither an error nor a panic of `progress`, which is the user's code.
         self.room.write(staging.begin(queue.new_event()?));
-        copy(staging, block)?;
-        // SAFETY: the block belongs to this reservation and has the copy's size. The staging's stream waits for its earlier uses, and
+        // SAFETY: the block belongs to this reservation and has the image's size. The staging's stream waits for its earlier uses, and
         // later uses wait for the end of the copies.
+        unsafe { staging.copy_image(block, image, progress) }?;
+        // SAFETY: as above, of the room of the descriptors.
         unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) }?;
         self.room.end()?;
-        Ok(Filled { reservation: self, max_rank })
+        Ok(Filled { reservation: self, max_rank: image.max_rank() })
     }
 }
 

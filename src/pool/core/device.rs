@@ -60,7 +60,6 @@ struct Use {
 pub struct Granted {
     pub(crate) slot: usize,
     /// Number of the copy that brought the adapter.
-    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) number: u64,
     /// Whether the copy has not ended yet.
     pub(crate) is_copying: bool,
@@ -94,8 +93,12 @@ impl Device {
         stream
     }
 
+    pub(super) fn num_streams(&self) -> usize {
+        self.commits.len()
+    }
+
     pub(super) fn has_stream(&self, stream: StreamId) -> bool {
-        stream.0 < self.commits.len()
+        stream.0 < self.num_streams()
     }
 
     pub(super) fn num_slots(&self) -> usize {

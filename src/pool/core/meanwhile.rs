@@ -21,13 +21,21 @@ fn pool(slots: usize) -> (Core, World) {
 }
 
 fn register(core: &mut Core) -> AdapterId {
-    core.register(2 * GRANULE_BYTES, true).unwrap()
+    register_as(core, true)
+}
+
+fn register_as(core: &mut Core, is_exact: bool) -> AdapterId {
+    let id = AdapterId::unique();
+    core.register(id, 2 * GRANULE_BYTES, is_exact).unwrap();
+    id
 }
 
 /// Ends the first read, and tells the pool.
 fn end_read(core: &mut Core, world: &mut World, is_good: bool) {
-    world.end_read(0, is_good);
-    core.has_read(world.take_read(0), world);
+    world.tell_read(0, is_good);
+    while let Some(read) = world.next_read() {
+        core.has_read(read, world);
+    }
 }
 
 /// Reads and copies an adapter.
@@ -42,7 +50,9 @@ fn load(core: &mut Core, world: &mut World, id: AdapterId) {
 /// Runs the streams, and tells the pool, until nothing is left.
 fn run(core: &mut Core, world: &mut World) {
     while (0..=world.num_streams()).any(|stream| world.run(stream)) {
-        std::mem::take(&mut world.news).into_iter().for_each(|number| core.has_copied(number));
+        while let Some(number) = world.next_copied() {
+            core.has_copied(number);
+        }
         core.poll(world);
     }
 }
@@ -54,7 +64,7 @@ fn tier(core: &Core, id: AdapterId) -> Tier {
 /// Leases an adapter, launches on it, ends the lease, and runs everything.
 fn launch(core: &mut Core, world: &mut World, id: AdapterId) {
     let granted = core.prepare(&[id], StreamId::FIRST, world).unwrap()[0];
-    world.point(granted, StreamId::FIRST).unwrap();
+    world.point(&[granted], StreamId::FIRST).unwrap();
     world.launch(StreamId::FIRST, granted.slot, id);
     core.release(granted.slot, StreamId::FIRST);
     core.commit(StreamId::FIRST, world).unwrap();
@@ -144,7 +154,7 @@ fn room_comes_back() {
 #[test]
 fn a_read_takes_room_in_turn() {
     let (mut core, mut world) = pool(1);
-    let bound = core.register(2 * GRANULE_BYTES, false).unwrap();
+    let bound = register_as(&mut core, false);
     let exact = register(&mut core);
     core.prefetch(bound, &mut world).unwrap();
     core.prefetch(exact, &mut world).unwrap();

@@ -104,16 +104,15 @@ impl Core {
     }
 
     /// Makes an adapter known, of `bytes` bytes if this `is_exact`, and at most as many otherwise.
-    pub(crate) fn register(&mut self, bytes: usize, is_exact: bool) -> Result<AdapterId, PoolError> {
+    pub(crate) fn register(&mut self, id: AdapterId, bytes: usize, is_exact: bool) -> Result<(), PoolError> {
         for (what, blocks) in [("arena", &self.device.blocks), ("host tier", &self.host.blocks)] {
             if !blocks.can_hold(bytes) {
                 let max = blocks.usage().capacity;
                 return Err(PoolError::TooLarge { adapters: 1, bytes, what, max });
             }
         }
-        let id = AdapterId::unique();
         self.adapters.insert(id, Entry { bytes, is_exact, ..Entry::default() });
-        Ok(id)
+        Ok(())
     }
 
     /// Forgets an adapter: at once for new requests, and its memory once nothing uses it.
@@ -170,6 +169,16 @@ impl Core {
         self.registered(id)?.is_pinned = is_pinned;
         self.pins = if is_pinned { self.pins + 1 } else { self.pins - 1 };
         Ok(())
+    }
+
+    pub(crate) fn limits(&self) -> Limits {
+        let Self { device, host, max_reads, .. } = self;
+        let [arena_bytes, host_bytes] = [&device.blocks, &host.blocks].map(|blocks| blocks.usage().capacity);
+        Limits { num_slots: device.num_slots(), arena_bytes, host_bytes, max_reads: *max_reads }
+    }
+
+    pub(crate) fn num_streams(&self) -> usize {
+        self.device.num_streams()
     }
 
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {

@@ -14,13 +14,17 @@ use super::{
 };
 use crate::{
     blocks::{self, GRANULE_BYTES},
-    pool::{AdapterId, PoolError, StreamId, backend::Backend as _},
+    group::{
+        ChannelError, OnRanks,
+        pool::{Agreement, Exchange, Said},
+    },
+    pool::{AdapterId, PoolError, StreamId, backend::Backend},
 };
 
 /// Schedules of the property; of a broken rule, fewer show it.
 const SCHEDULES: u64 = 200_000;
 const BROKEN: u64 = 20_000;
-/// Actions of the longest schedule.
+/// Actions of the longest schedule of one device.
 const MAX_ACTIONS: usize = 60;
 
 /// A lease of a request.
@@ -42,11 +46,73 @@ struct Uses {
     waits_for: BTreeSet<StreamId>,
 }
 
-/// A host with a pool and a device.
-struct Schedule {
+/// The devices of a pool.
+trait Worlds: Backend {
+    /// Of one world, or more.
+    fn of(worlds: Vec<World>) -> Self;
+    fn each(&mut self) -> impl Iterator<Item = &mut World>;
+    /// Reads that the pool has not heard of the end of.
+    fn num_reads(&self) -> usize;
+
+    fn get(&mut self, world: usize) -> &mut World {
+        self.each().nth(world).unwrap()
+    }
+}
+
+impl Worlds for World {
+    fn of(mut worlds: Vec<World>) -> Self {
+        worlds.swap_remove(0)
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut World> {
+        [self].into_iter()
+    }
+
+    fn num_reads(&self) -> usize {
+        World::num_reads(self)
+    }
+}
+
+/// All ranks of a group are on this thread.
+struct Here;
+
+impl Exchange for Here {
+    fn exchange(&mut self, said: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
+        Ok(said)
+    }
+}
+
+impl Worlds for OnRanks<Here, World> {
+    fn of(worlds: Vec<World>) -> Self {
+        OnRanks::of(Here, worlds)
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut World> {
+        self.backends()
+    }
+
+    fn num_reads(&self) -> usize {
+        OnRanks::num_reads(self)
+    }
+}
+
+/// What is broken.
+#[derive(Clone, Copy, Debug, Default)]
+struct Broken {
+    rule: Option<Rule>,
+    obligation: Option<Obligation>,
+    agreement: Option<Agreement>,
+}
+
+/// A host with a pool and its devices.
+struct Schedule<W> {
     rng: StdRng,
     core: Core,
-    world: World,
+    worlds: W,
+    num_worlds: usize,
+    num_streams: usize,
+    /// What went wrong first.
+    wrong: Option<String>,
     /// Registered adapters, and whether they are pinned.
     adapters: BTreeMap<AdapterId, bool>,
     held: Vec<Held>,
@@ -59,8 +125,8 @@ struct Schedule {
     limits: Limits,
 }
 
-impl Schedule {
-    fn new(seed: u64, rule: Option<Rule>, obligation: Option<Obligation>) -> Self {
+impl<W: Worlds> Schedule<W> {
+    fn new(seed: u64, most_worlds: usize, broken: Broken) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let (slots, streams) = (rng.random_range(2..5), rng.random_range(1..4));
         let (device, host) = (rng.random_range(6..14), rng.random_range(6..20));
@@ -71,15 +137,32 @@ impl Schedule {
             max_reads: rng.random_range(1..3),
         };
         let mut core = Core::new(limits).unwrap();
-        core.device.rules.broken = rule;
+        core.device.rules.broken = broken.rule;
         for stream in 1..streams {
             assert_eq!(core.add_stream(), StreamId(stream));
         }
-        let mut world = World::new(streams, slots, [device, host], rng.random_ratio(3, 4));
-        world.broken = obligation;
-        let (adapters, uses) = (BTreeMap::new(), BTreeMap::new());
-        let mut schedule =
-            Self { rng, core, world, adapters, held: Vec::new(), ended: Vec::new(), uses, granted: 0, limits };
+        let copies_parts = rng.random_ratio(3, 4);
+        let num_worlds = rng.random_range(most_worlds.min(2)..=most_worlds);
+        let worlds = (0..num_worlds).map(|_| {
+            let mut world = World::new(streams, slots, [device, host], copies_parts);
+            world.broken = broken.obligation;
+            world
+        });
+        let worlds = W::of(worlds.collect());
+        let mut schedule = Self {
+            rng,
+            core,
+            worlds,
+            num_worlds,
+            num_streams: streams,
+            wrong: None,
+            adapters: BTreeMap::new(),
+            held: Vec::new(),
+            ended: Vec::new(),
+            uses: BTreeMap::new(),
+            granted: 0,
+            limits,
+        };
         (0..6).for_each(|_| schedule.register());
         schedule
     }
@@ -95,8 +178,8 @@ impl Schedule {
     }
 
     fn register(&mut self) {
-        let bytes = self.rng.random_range(1..5 * GRANULE_BYTES);
-        if let Ok(id) = self.core.register(bytes, self.rng.random_ratio(3, 4)) {
+        let (id, bytes) = (AdapterId::unique(), self.rng.random_range(1..5 * GRANULE_BYTES));
+        if self.core.register(id, bytes, self.rng.random_ratio(3, 4)).is_ok() {
             self.adapters.insert(id, false);
         }
     }
@@ -105,8 +188,18 @@ impl Schedule {
         self.adapters.keys().copied().choose(&mut self.rng)
     }
 
+    fn any_world(&mut self) -> &mut World {
+        let world = self.rng.random_range(0..self.num_worlds);
+        self.worlds.get(world)
+    }
+
+    /// Whether a world may begin to hinder the pool. One is enough to hinder all.
+    fn may_hinder(&mut self) -> bool {
+        self.rng.random_range(0..self.num_worlds) == 0
+    }
+
     fn any_stream(&mut self) -> StreamId {
-        StreamId(self.rng.random_range(0..self.world.num_streams()))
+        StreamId(self.rng.random_range(0..self.num_streams))
     }
 
     fn act(&mut self) {
@@ -123,21 +216,30 @@ impl Schedule {
             78..86 => self.notice(),
             86..92 => {
                 if let Some(id) = self.any_adapter() {
-                    self.core.retry(id, &mut self.world).unwrap();
+                    self.core.retry(id, &mut self.worlds).unwrap();
                 }
             }
             92..94 => self.register(),
             94..97 => self.pin(),
-            97 => self.world.is_capturing = !self.world.is_capturing,
+            97 => {
+                let may = self.may_hinder();
+                let world = self.any_world();
+                world.is_capturing = may && !world.is_capturing;
+            }
             98 => {
                 if let Some(id) = self.any_adapter() {
                     self.adapters.remove(&id);
-                    self.core.unregister(id, &mut self.world).unwrap();
-                    let again = self.core.prepare(&[id], StreamId::FIRST, &mut self.world);
+                    self.core.unregister(id, &mut self.worlds).unwrap();
+                    let again = self.core.prepare(&[id], StreamId::FIRST, &mut self.worlds);
                     assert!(matches!(again, Err(PoolError::Unknown { id: other }) if other == id));
                 }
             }
-            _ => self.world.refuses_copies = !self.world.refuses_copies,
+            _ => {
+                let (may, is_of_copies) = (self.may_hinder(), self.rng.random());
+                let world = self.any_world();
+                let refuses = if is_of_copies { &mut world.refuses_copies } else { &mut world.refuses_points };
+                *refuses = may && !*refuses;
+            }
         }
     }
 
@@ -150,7 +252,7 @@ impl Schedule {
         let is_in_host_alone =
             |core: &Core, id| core.residency_of(id).is_some_and(|at| at.in_host && at.slot.is_none());
         let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.core, id)).collect();
-        let result = self.core.prepare(&ids, stream, &mut self.world);
+        let result = self.core.prepare(&ids, stream, &mut self.worlds);
         let was_too_large = matches!(result, Err(PoolError::TooLarge { .. }));
         if was_too_large != is_too_large && !matches!(result, Err(PoolError::Failed { .. })) {
             self.is_wrong(format!("{ids:?} never fit: {is_too_large}, but {result:?}"));
@@ -165,7 +267,7 @@ impl Schedule {
         }
         match result {
             Ok(granted) => self.lease(&ids, &granted, stream),
-            Err(PoolError::Failed { id, .. }) => self.core.retry(id, &mut self.world).unwrap(),
+            Err(PoolError::Failed { id, .. }) => self.core.retry(id, &mut self.worlds).unwrap(),
             Err(PoolError::Full | PoolError::Loading { .. } | PoolError::TooLarge { .. }) => {}
             Err(error) => unreachable!("{error}"),
         }
@@ -184,20 +286,28 @@ impl Schedule {
     /// Takes note of the leases of a batch.
     fn lease(&mut self, ids: &[AdapterId], granted: &[Granted], stream: StreamId) {
         assert_eq!(granted.len(), ids.len());
+        let is_pointed = self.worlds.point(granted, stream).is_ok();
         for (&id, &granted) in ids.iter().zip(granted) {
-            self.world.point(granted, stream).unwrap();
-            self.core.open(granted.slot, stream);
+            let slot = granted.slot;
             let uses = self.uses.entry(id).or_default();
             if uses.number != granted.number {
                 *uses = Uses { number: granted.number, ..Uses::default() };
             }
-            let is_leased = self.held.iter().any(|held| held.slot == granted.slot);
+            let is_leased = self.held.iter().any(|held| held.slot == slot);
             if !granted.is_copying && !is_leased && uses.waits_for.is_empty() {
                 uses.streams.clear();
             }
             uses.streams.insert(stream);
-            self.held.push(Held { id, slot: granted.slot, stream });
             self.granted += 1;
+            if is_pointed {
+                self.core.open(slot, stream);
+                self.held.push(Held { id, slot, stream });
+            } else {
+                self.core.release(slot, stream);
+                if !is_leased {
+                    uses.waits_for = uses.streams.clone();
+                }
+            }
         }
     }
 
@@ -205,7 +315,7 @@ impl Schedule {
     fn launch(&mut self) {
         let leases = self.held.iter().chain(&self.ended);
         if let Some(&Held { id, slot, stream }) = leases.choose(&mut self.rng) {
-            self.world.launch(stream, slot, id);
+            self.worlds.each().for_each(|world| world.launch(stream, slot, id));
         }
     }
 
@@ -213,7 +323,7 @@ impl Schedule {
     fn launch_without_lease(&mut self) {
         let (stream, slot) = (self.any_stream(), self.rng.random_range(0..self.limits.num_slots));
         if !self.core.is_open(slot, stream) {
-            self.world.launch_without_lease(stream, slot);
+            self.any_world().launch_without_lease(stream, slot);
         }
     }
 
@@ -231,53 +341,66 @@ impl Schedule {
     }
 
     fn commit(&mut self, stream: StreamId) {
-        self.core.commit(stream, &mut self.world).unwrap();
+        self.core.commit(stream, &mut self.worlds).unwrap();
         self.ended.retain(|held| held.stream != stream);
         self.uses.values_mut().for_each(|uses| uses.waits_for.retain(|&other| other != stream));
     }
 
-    /// Continues a read: packs some of it, ends it, or ends it and tells the pool.
+    /// Continues a read of each world: packs some of it, ends it, or ends it and tells the pool.
     fn read(&mut self) {
-        let Some(read) = (0..self.world.num_reads()).choose(&mut self.rng) else { return };
-        let is_good = self.rng.random_ratio(7, 8);
-        match self.rng.random_range(0..3) {
-            0 => drop(self.world.pack(read)),
-            1 => self.world.end_read(read, is_good),
-            _ => self.take_read(read, is_good),
+        for world in 0..self.num_worlds {
+            let Some(read) = (0..self.worlds.get(world).num_reads()).choose(&mut self.rng) else { continue };
+            let is_good = self.rng.random_ratio(7, 8);
+            match self.rng.random_range(0..3) {
+                0 => drop(self.worlds.get(world).pack(read)),
+                1 => self.worlds.get(world).end_read(read, is_good),
+                _ => self.tell_read(world, read, is_good),
+            }
         }
     }
 
     /// Ends a read, unless it has ended, and tells the pool.
-    fn take_read(&mut self, read: usize, is_good: bool) {
-        self.world.end_read(read, is_good);
-        let read = self.world.take_read(read);
-        self.core.has_read(read, &mut self.world);
+    fn tell_read(&mut self, world: usize, read: usize, is_good: bool) {
+        self.worlds.get(world).tell_read(read, is_good);
+        self.worlds.notice(None);
+        self.notice_reads();
+    }
+
+    fn notice_reads(&mut self) {
+        while let Some(read) = self.worlds.next_read() {
+            self.core.has_read(read, &mut self.worlds);
+        }
     }
 
     /// Polls after the end of some copies was noticed.
     fn notice(&mut self) {
-        std::mem::take(&mut self.world.news).into_iter().for_each(|number| self.core.has_copied(number));
-        self.core.poll(&mut self.world);
+        self.worlds.notice(None);
+        while let Some(number) = self.worlds.next_copied() {
+            self.core.has_copied(number);
+        }
+        self.notice_reads();
+        self.core.poll(&mut self.worlds);
     }
 
     /// Runs some of the work that may run.
     fn run_device(&mut self) {
-        for _ in 0..self.rng.random_range(0..4) {
-            let stream = self.rng.random_range(0..=self.world.num_streams());
-            self.world.run(stream);
+        for _ in 0..self.rng.random_range(0..4) * self.num_worlds {
+            let stream = self.rng.random_range(0..=self.num_streams);
+            self.any_world().run(stream);
         }
     }
 
-    fn check(&self) -> Result<(), String> {
-        if let Some(wrong) = &self.world.wrong {
-            return Err(wrong.clone());
+    fn check(&mut self) -> Result<(), String> {
+        let in_world = self.worlds.each().find_map(|world| world.wrong.clone());
+        if let Some(wrong) = self.wrong.clone().or(in_world) {
+            return Err(wrong);
         }
         let is_lost = |held: &&Held| self.core.adapters.get(&held.id).is_none_or(|entry| entry.slot != Some(held.slot));
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
         // Steps may use the slots of leases, and of those that ended since the last commit of their stream. No others.
-        for stream in (0..self.world.num_streams()).map(StreamId) {
+        for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
                 |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot));
             let is_open = |slot| self.core.is_open(slot, stream);
@@ -293,7 +416,7 @@ impl Schedule {
         let is_right = snapshot.adapters == self.adapters.len()
             && snapshot.leases == self.held.len()
             && snapshot.reading <= self.limits.max_reads
-            && snapshot.reading == self.world.num_reads()
+            && snapshot.reading == self.worlds.num_reads()
             && snapshot.counters.hits + snapshot.counters.misses == self.granted
             && snapshot.pinned == pins
             && pins < self.limits.num_slots;
@@ -327,7 +450,7 @@ impl Schedule {
     }
 
     fn is_wrong(&mut self, what: String) {
-        self.world.wrong.get_or_insert(what);
+        self.wrong.get_or_insert(what);
     }
 
     fn pin(&mut self) {
@@ -348,8 +471,9 @@ impl Schedule {
 
     /// Ends all leases, reads and copies. Then any batch that fits can be leased, and every byte and slot comes back.
     fn finish(mut self) -> Result<(), String> {
-        self.world.refuses_copies = false;
-        self.world.is_capturing = false;
+        for world in self.worlds.each() {
+            (world.refuses_copies, world.refuses_points, world.is_capturing) = (false, false, false);
+        }
         while !self.held.is_empty() {
             self.end_lease();
         }
@@ -357,12 +481,12 @@ impl Schedule {
         let size = self.rng.random_range(1..4);
         let batch: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
         for &id in &batch {
-            self.core.retry(id, &mut self.world).unwrap();
+            self.core.retry(id, &mut self.worlds).unwrap();
         }
         self.settle()?;
         let mut refusal = None;
         for _ in 0..16 {
-            refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.world) {
+            refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.worlds) {
                 Ok(granted) => {
                     self.lease(&batch, &granted, StreamId::FIRST);
                     while !self.held.is_empty() {
@@ -379,7 +503,7 @@ impl Schedule {
             return Err(refusal);
         }
         while let Some((id, _)) = self.adapters.pop_first() {
-            self.core.unregister(id, &mut self.world).unwrap();
+            self.core.unregister(id, &mut self.worlds).unwrap();
         }
         self.settle()?;
         let snapshot = self.core.snapshot();
@@ -392,38 +516,54 @@ impl Schedule {
 
     /// Runs everything to its end.
     fn settle(&mut self) -> Result<(), String> {
-        for stream in 0..self.world.num_streams() {
+        for stream in 0..self.num_streams {
             self.commit(StreamId(stream));
         }
-        loop {
+        // What one rank hears of another's failed read takes another round.
+        let mut rounds = 0;
+        while rounds < 16 {
             self.notice();
-            let mut ran = false;
-            for stream in 0..=self.world.num_streams() {
-                while self.world.run(stream) {
-                    ran = true;
+            rounds += 1;
+            for world in 0..self.num_worlds {
+                for stream in 0..=self.num_streams {
+                    while self.worlds.get(world).run(stream) {
+                        rounds = 0;
+                    }
+                }
+                if self.worlds.get(world).num_reads() > 0 {
+                    self.tell_read(world, 0, true);
+                    rounds = 0;
                 }
             }
-            if self.world.num_reads() > 0 {
-                self.take_read(0, true);
-            } else if !ran {
-                break;
-            }
         }
-        self.world.wrong.take().map_or(Ok(()), Err)?;
         self.check()
     }
 }
 
-/// The first seed whose schedule goes wrong, the number of its actions, and what went wrong.
-fn first_wrong(schedules: u64, rule: Option<Rule>, obligation: Option<Obligation>) -> Option<(u64, usize, String)> {
-    let run = |seed: u64, actions| Schedule::new(seed, rule, obligation).run(actions);
-    let seed = (0..schedules).into_par_iter().find_first(|&seed| run(seed, MAX_ACTIONS).is_err())?;
-    (0..=MAX_ACTIONS).find_map(|actions| run(seed, actions).err().map(|wrong| (seed, actions, wrong)))
+/// The first seed whose schedule goes wrong, the number of its actions, and what went wrong, on one device or on the ranks of a group.
+fn first_wrong(is_group: bool, schedules: u64, broken: Broken) -> Option<(u64, usize, String)> {
+    let run = |seed, actions| match is_group {
+        false => Schedule::<World>::new(seed, 1, broken).run(actions),
+        true => {
+            let mut schedule = Schedule::<OnRanks<Here, World>>::new(seed, 3, broken);
+            schedule.worlds.agreements.broken = broken.agreement;
+            schedule.run(actions)
+        }
+    };
+    // A group agrees on the ends of reads and copies, so that less happens in as many actions.
+    let most = if is_group { 2 * MAX_ACTIONS } else { MAX_ACTIONS };
+    let seed = (0..schedules).into_par_iter().find_first(|&seed| run(seed, most).is_err())?;
+    (0..=most).find_map(|actions| run(seed, actions).err().map(|wrong| (seed, actions, wrong)))
 }
 
 #[test]
 fn no_kernel_reads_a_wrong_adapter() {
-    assert_eq!(first_wrong(SCHEDULES, None, None), None);
+    assert_eq!(first_wrong(false, SCHEDULES, Broken::default()), None);
+}
+
+#[test]
+fn no_kernel_of_a_rank_reads_a_wrong_adapter() {
+    assert_eq!(first_wrong(true, SCHEDULES, Broken::default()), None);
 }
 
 #[test]
@@ -439,8 +579,11 @@ fn every_rule_is_needed() {
         Rule::Revoke,
     ];
     for rule in rules {
-        let wrong = first_wrong(BROKEN, Some(rule), None);
-        assert!(wrong.is_some(), "without {rule:?}, nothing went wrong");
+        // The ranks of a group may take back a copy that is complete on some.
+        for is_group in [false, true].into_iter().take(if rule == Rule::Revoke { 1 } else { 2 }) {
+            let wrong = first_wrong(is_group, BROKEN, Broken { rule: Some(rule), ..Broken::default() });
+            assert!(wrong.is_some(), "without {rule:?}, nothing went wrong; of a group: {is_group}");
+        }
     }
 }
 
@@ -454,7 +597,28 @@ fn every_obligation_of_a_backend_is_needed() {
         Obligation::Revoked,
     ];
     for obligation in obligations {
-        let wrong = first_wrong(BROKEN, None, Some(obligation));
-        assert!(wrong.is_some(), "without {obligation:?}, nothing went wrong");
+        for is_group in [false, true] {
+            let wrong = first_wrong(is_group, BROKEN, Broken { obligation: Some(obligation), ..Broken::default() });
+            assert!(wrong.is_some(), "without {obligation:?}, nothing went wrong; of a group: {is_group}");
+        }
+    }
+}
+
+#[test]
+fn every_agreement_of_a_group_is_needed() {
+    let agreements = [
+        Agreement::Reads,
+        Agreement::Copies,
+        Agreement::Begun,
+        Agreement::Enqueued,
+        Agreement::Settled,
+        Agreement::Pointed,
+        Agreement::Failed,
+        Agreement::Abandoned,
+        Agreement::Evicts,
+    ];
+    for agreement in agreements {
+        let wrong = first_wrong(true, BROKEN, Broken { agreement: Some(agreement), ..Broken::default() });
+        assert!(wrong.is_some(), "without the agreement on {agreement:?}, nothing went wrong");
     }
 }

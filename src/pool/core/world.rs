@@ -5,8 +5,9 @@
 use std::{collections::VecDeque, ops::Range, time::Duration};
 
 use crate::{
+    Slot,
     blocks::GRANULE_BYTES,
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     pool::{
         AdapterId, PoolError, StreamId,
         backend::{Backend, Copy, Read},
@@ -86,13 +87,16 @@ pub(super) struct World {
     enqueued: Vec<bool>,
     /// Whether a copy has run, by number from 1.
     copied: Vec<bool>,
-    /// Copies that have run, for the pool to notice.
-    pub(super) news: Vec<u64>,
+    /// Reads that have ended, and copies that have run, for the pool to notice.
+    told: VecDeque<Read>,
+    news: VecDeque<u64>,
     pub(super) broken: Option<Obligation>,
     /// Whether a stream is being captured, so that no slot can be emptied.
     pub(super) is_capturing: bool,
     /// Whether copies cannot be enqueued.
     pub(super) refuses_copies: bool,
+    /// Whether slots cannot be pointed to adapters.
+    pub(super) refuses_points: bool,
     /// Whether reads copy adapters part by part.
     copies_parts: bool,
     /// The first wrong read.
@@ -117,10 +121,12 @@ impl World {
             copies: Vec::new(),
             enqueued: Vec::new(),
             copied: Vec::new(),
-            news: Vec::new(),
+            told: VecDeque::new(),
+            news: VecDeque::new(),
             broken: None,
             is_capturing: false,
             refuses_copies: false,
+            refuses_points: false,
             copies_parts,
             wrong: None,
         }
@@ -155,7 +161,7 @@ impl World {
         self.streams[stream.0].push_back(Work::StaleKernel(slot));
     }
 
-    /// The reads that have not ended.
+    /// The reads whose ends have not been told.
     pub(super) fn num_reads(&self) -> usize {
         self.reads.len()
     }
@@ -202,11 +208,12 @@ impl World {
         }
     }
 
-    /// Takes a read that has ended.
-    pub(super) fn take_read(&mut self, read: usize) -> Read {
+    /// Ends a read, unless it has ended, and tells the pool.
+    pub(super) fn tell_read(&mut self, read: usize, is_good: bool) {
+        self.end_read(read, is_good);
         let Reading { id, to, end, .. } = self.reads.swap_remove(read);
         let result = if end.unwrap() { Ok(to.len()) } else { Err(SlotError::OtherTable.into()) };
-        Read { id, time: Duration::ZERO, result }
+        self.told.push_back(Read { id, time: Duration::ZERO, result });
     }
 
     /// Runs the next work of a stream, unless it must wait. Returns whether it ran.
@@ -265,7 +272,7 @@ impl World {
     /// Takes note of a copy that has run.
     fn has_run(&mut self, number: u64) {
         self.copied[index(number)] = true;
-        self.news.push(number);
+        self.news.push_back(number);
     }
 
     /// Takes note of a copy. Returns whether it can be enqueued.
@@ -279,8 +286,13 @@ impl World {
 
     fn expect(&mut self, id: AdapterId, found: &[u64], who: &str) {
         if found.is_empty() || found.iter().any(|&found| found != id.get()) {
-            self.wrong.get_or_insert_with(|| format!("{who} of {id} read {found:?}"));
+            self.is_wrong(format!("{who} of {id} read {found:?}"));
         }
+    }
+
+    /// Takes note of what went wrong first.
+    pub(super) fn is_wrong(&mut self, what: String) {
+        self.wrong.get_or_insert(what);
     }
 
     fn keeps(&self, obligation: Obligation) -> bool {
@@ -288,24 +300,29 @@ impl World {
     }
 }
 
-/// Tests register adapters with the [core](super::Core), and tell it what has ended.
+/// Tests register adapters with the [core](super::Core).
 impl Backend for World {
     type Source = ();
+    type Weights = ();
+    type Batch<'a> = ();
+    type Workspace = ();
+    type Step<'a> = ();
+    type Error = OperandError;
 
-    fn size(&self, (): &()) -> Result<(usize, bool), PoolError> {
+    fn add(&mut self, _id: AdapterId, (): ()) -> Result<(usize, bool), PoolError> {
         unreachable!("tests register sizes")
     }
 
-    fn add(&mut self, _id: AdapterId, (): ()) {}
-
     fn remove(&mut self, _id: AdapterId) {}
 
-    fn next_read(&mut self, _wait: Option<Duration>) -> Option<Read> {
-        None
+    fn notice(&mut self, _wait: Option<Duration>) {}
+
+    fn next_read(&mut self) -> Option<Read> {
+        self.told.pop_front()
     }
 
     fn next_copied(&mut self) -> Option<u64> {
-        None
+        self.news.pop_front()
     }
 
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
@@ -327,8 +344,15 @@ impl Backend for World {
         read.is_revoked
     }
 
+    /// The end of the copy has not been told yet.
+    fn abandon(&mut self, copy: &Copy) -> bool {
+        self.enqueued[index(copy.number)]
+    }
+
     fn finish(&mut self, copy: &Copy) {
-        assert!(self.enqueued[index(copy.number)], "a copy is finished that is not enqueued");
+        if !self.enqueued[index(copy.number)] {
+            self.is_wrong(format!("the copy of {} is finished, but not enqueued", copy.id));
+        }
     }
 
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
@@ -341,17 +365,31 @@ impl Backend for World {
         Ok(())
     }
 
-    fn point(&mut self, granted: Granted, stream: StreamId) -> Result<(), PoolError> {
-        self.lease(stream, granted);
+    /// Other streams run, too.
+    fn settle(&mut self) {
+        while self.streams.last().is_some_and(|transfer| !transfer.is_empty()) {
+            for stream in 0..self.streams.len() {
+                self.run(stream);
+            }
+        }
+    }
+
+    fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError> {
+        if self.refuses_points {
+            return Err(PoolError::Full);
+        }
+        granted.iter().for_each(|&granted| self.lease(stream, granted));
         Ok(())
     }
 
-    fn may_evict(&self) -> bool {
+    fn may_evict(&mut self) -> bool {
         !self.is_capturing
     }
 
     fn evict(&mut self, slot: usize) {
-        assert!(!self.is_capturing, "a slot was emptied during a capture");
+        if self.is_capturing {
+            self.is_wrong("a slot was emptied during a capture".to_owned());
+        }
         let keeps = self.keeps(Obligation::ClearFirst);
         let Some((transfer, lanes)) = self.streams.split_last_mut() else { return };
         for (stream, (lane, flipped)) in lanes.iter_mut().zip(&mut self.flipped).enumerate() {
@@ -365,6 +403,18 @@ impl Backend for World {
     }
 
     fn forget(&mut self, _id: AdapterId) {}
+
+    fn weights(&self, _stream: StreamId) -> Option<&()> {
+        None
+    }
+
+    fn slots((): &()) -> &[Slot] {
+        &[]
+    }
+
+    fn step(&self, _stream: StreamId, (): &(), (): &mut ()) -> Result<(), OperandError> {
+        Ok(())
+    }
 }
 
 /// The place of a copy in a list of all.
