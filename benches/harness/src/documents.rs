@@ -11,7 +11,7 @@ use crate::{
     plots::{self, ADAPTERS, MODEL},
     record::{self, FOLDERS, Record},
     report::{self, Table, geometric_mean},
-    results::{Added, Results},
+    results::{Added, OthersFile, Results},
     selection::{Chosen, Subject},
     serving,
     workload::{Suite, Workload},
@@ -37,6 +37,7 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     for (name, body) in fleet::shown(&fleet) {
         benches = fill(&benches, name, &body)?;
     }
+    benches = fill(&benches, "kernels", &kernels(record, &chosen))?;
     let engine = engine::Record::load(&root.join(&record.path))?;
     let shown = engine.as_ref().map_or_else(|| "Not measured.\n".to_owned(), |engine| engine.shown(&record.path));
     benches = fill(&benches, "engine", &shown)?;
@@ -156,6 +157,13 @@ fn blocks(record: &Record, chosen: &Chosen) -> [(&'static str, String); 6] {
         ("experts", block(classes(&[Suite::Moe]), &moe)),
         ("own experts", block(classes(&[Suite::MoeOwn]), &moe)),
     ]
+}
+
+/// Chosen other kernels beside ours.
+fn kernels(record: &Record, chosen: &Chosen) -> String {
+    let Some(OthersFile { meta, dense, moe, .. }) = &record.kernels else { return "Not measured.\n".to_owned() };
+    let [linear, experts] = [dense, moe].map(|entries| record::kernels(entries, chosen).markdown());
+    format!("{linear}\n{experts}\nOne {}: {} (`{}`).\n", meta.gpu, meta.about, record.path)
 }
 
 /// The GPU, the commit and the folder of figures.

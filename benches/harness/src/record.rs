@@ -1,16 +1,16 @@
 //! The files in `benches/record`: a folder for each GPU, with our figures and those of the fastest other libraries.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     path::{Path, PathBuf},
 };
 
 use crate::{
     Result,
-    report::{self, Classes, Figures, Table},
-    results::{Added, Entry, HostCost, Others, Results},
+    report::{self, Classes, Figures, Table, geometric_mean},
+    results::{self, Added, Entry, HostCost, Others, OthersFile, PEER, Results},
     selection::{Chosen, Subject},
-    workload::Workload,
+    workload::{Suite, Workload},
 };
 
 /// Folders of records, the one that documents show first.
@@ -19,6 +19,8 @@ pub const FOLDERS: [&str; 2] = ["h200", "h100"];
 const OURS: [&str; 3] = ["linear.json", "moe.json", "layer.json"];
 /// The figures of other libraries in it.
 const OTHERS: &str = "others.json";
+/// Figures of chosen other kernels, fastest or not, and ours of the same call.
+const KERNELS: &str = "kernels.json";
 
 /// One folder.
 pub struct Record {
@@ -29,6 +31,8 @@ pub struct Record {
     /// Layers with their base GEMM.
     pub layer: Results,
     pub others: Others,
+    /// Chosen other kernels beside ours, if measured.
+    pub kernels: Option<OthersFile>,
 }
 
 impl Record {
@@ -47,6 +51,10 @@ impl Record {
             moe: Results::load(&moe)?,
             layer: Results::load(&layer)?,
             others: Others::load(&[root.join(&path).join(OTHERS)])?,
+            kernels: Some(root.join(&path).join(KERNELS))
+                .filter(|file| file.exists())
+                .map(|file| results::load(&file))
+                .transpose()?,
             path,
         })
     }
@@ -112,6 +120,56 @@ pub fn classes(figures: Vec<(Subject<'_>, Figures)>, by_layer: bool) -> Table {
         classes.add(subject.suite(), subject.class(by_layer), figures);
     }
     classes.table()
+}
+
+/// Our kernels and others of one call, by kind, tokens, adapters and rank: geometric means over the layers. A library that only writes
+/// deltas is compared with our time of writing them.
+pub fn kernels(entries: &[Entry], chosen: &Chosen) -> Table {
+    let others: BTreeSet<&str> =
+        entries.iter().map(|entry| entry.peer.as_str()).filter(|peer| results::is_other(peer)).collect();
+    let by_id: HashMap<(&str, &str), &Entry> =
+        entries.iter().map(|entry| ((entry.id.as_str(), entry.peer.as_str()), entry)).collect();
+    let mut rows: Vec<([String; 4], Vec<&Entry>)> = Vec::new();
+    for subject in chosen.subjects() {
+        let Some(&ours) = by_id.get(&(subject.id(), PEER)) else { continue };
+        let kind = match subject {
+            Subject::Layer(workload) if workload.suite == Suite::Prefill => "prefill",
+            Subject::Layer(_) => "decode",
+            Subject::Experts(workload) => &workload.tag,
+        };
+        let [tokens, adapters, rank] =
+            [subject.num_tokens(), subject.num_slots(), subject.max_rank()].map(|number| number.to_string());
+        let key = [kind.to_owned(), tokens, adapters, rank];
+        match rows.iter_mut().find(|(known, _)| *known == key) {
+            Some((_, of)) => of.push(ours),
+            None => rows.push((key, vec![ours])),
+        }
+    }
+    let writes = entries.iter().any(|entry| entry.write_us.is_some());
+    let mut header = ["workload", "tokens", "adapters", "rank", "aril, µs"].map(str::to_owned).to_vec();
+    header.extend(writes.then(|| "aril, writing deltas, µs".to_owned()));
+    header.extend(others.iter().flat_map(|other| [format!("{other}, µs"), format!("{other}/ours")]));
+    let mut table = Table::new(&header.iter().map(String::as_str).collect::<Vec<_>>());
+    let cell = |us: Vec<f64>, digits: usize| match us.len() {
+        0 => String::new(),
+        _ => format!("{:.digits$}", geometric_mean(us)),
+    };
+    for (key, ours) in rows {
+        let mut row = key.to_vec();
+        row.push(cell(ours.iter().filter_map(|entry| entry.cold_us).collect(), 1));
+        row.extend(writes.then(|| cell(ours.iter().filter_map(|entry| entry.write_us).collect(), 1)));
+        for other in &others {
+            let pairs = ours.iter().filter_map(|entry| {
+                let us = by_id.get(&(entry.id.as_str(), *other))?.cold_us?;
+                let written = entry.write_us.filter(|_| results::is_deltas_only(other));
+                Some((us, us / written.or(entry.cold_us)?))
+            });
+            let (us, ratios): (Vec<f64>, Vec<f64>) = pairs.unzip();
+            row.extend([cell(us, 1), cell(ratios, 1)]);
+        }
+        table.row(row);
+    }
+    table
 }
 
 /// What layers cost the host.

@@ -18,7 +18,7 @@ use crate::{
 pub const PEER: &str = "aril";
 
 /// Libraries that only write deltas, which other kernels add.
-const DELTAS_ONLY: [&str; 1] = ["sglang_v2_moe"];
+const DELTAS_ONLY: [&str; 2] = ["sglang_v2_moe", "flashinfer_bgmv_moe"];
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct Results {
@@ -154,7 +154,7 @@ impl Results {
     }
 }
 
-/// A file of other libraries' figures: as a runner writes it, or as [`Others::reduced`] leaves it.
+/// A file of other libraries' figures: as a runner writes it, as [`Others::reduced`] leaves it, or with ours of the same call.
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct OthersFile {
     pub meta: OthersMeta,
@@ -249,12 +249,12 @@ impl Others {
 
     /// The fastest library that adds deltas to `y`, and its time.
     pub fn fastest(&self, id: &str) -> Option<(String, f64)> {
-        self.fastest_of(id, |name| !DELTAS_ONLY.contains(&name))
+        self.fastest_of(id, |name| !is_deltas_only(name))
     }
 
     /// The fastest library that only writes deltas, and its time.
     pub fn fastest_of_deltas(&self, id: &str) -> Option<(String, f64)> {
-        self.fastest_of(id, |name| DELTAS_ONLY.contains(&name))
+        self.fastest_of(id, is_deltas_only)
     }
 
     /// The arrangement that adds least to a layer's GEMM for the same tokens and adapters, and the µs that it adds.
@@ -299,7 +299,7 @@ impl Others {
                 }
             }
         }
-        let is_deltas = |entry: &Entry| DELTAS_ONLY.contains(&entry.peer.as_str());
+        let is_deltas = |entry: &Entry| is_deltas_only(&entry.peer);
         let mut fastest: Vec<(usize, Entry, bool)> = Vec::new();
         for (index, entry, is_moe) in known {
             let rival =
@@ -333,6 +333,11 @@ pub fn save(figures: &impl Serialize, path: &Path) -> Result<()> {
     Ok(fs::rename(part, path)?)
 }
 
-fn is_other(peer: &str) -> bool {
+pub(crate) fn is_other(peer: &str) -> bool {
     !peer.starts_with("torch_") && peer != PEER
+}
+
+/// Whether a library only writes deltas.
+pub(crate) fn is_deltas_only(peer: &str) -> bool {
+    DELTAS_ONLY.contains(&peer)
 }

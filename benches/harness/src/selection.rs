@@ -101,6 +101,20 @@ impl<'a> Subject<'a> {
         }
     }
 
+    pub fn num_slots(self) -> usize {
+        match self {
+            Self::Layer(workload) => workload.num_slots(),
+            Self::Experts(workload) => workload.adapters.len(),
+        }
+    }
+
+    pub fn max_rank(self) -> usize {
+        match self {
+            Self::Layer(workload) => workload.max_rank(),
+            Self::Experts(workload) => workload.max_rank(),
+        }
+    }
+
     pub fn bytes(self) -> Bytes {
         match self {
             Self::Layer(workload) => workload.bytes(),

@@ -320,6 +320,42 @@ fn the_plot_of_experts_has_the_figures_of_the_record() {
     is_drawn(&plot);
 }
 
+/// benches/README.md has chosen other kernels beside ours: means over the layers, and of deltas that are only written the time of the same.
+#[test]
+fn kernels_of_others_stand_beside_ours_of_the_same_call() {
+    let kernels = raw("h200", "kernels.json");
+    let root = repository();
+    let files = documents::of(&root, &Record::load(&root, "h200").unwrap()).unwrap();
+    let (_, shown) = files.iter().find(|(path, _)| path == Path::new("benches/README.md")).unwrap();
+    let us = |list: &str, id: &str, name: &str| {
+        us_of(&kernels[list], id).into_iter().find_map(|(known, us)| (known == name).then_some(us))
+    };
+    for (phase, batch, cells) in
+        [("dec", "t64/distinct", "decode | 64 | 64 | 16"), ("pre", "t2048/seg8", "prefill | 2048 | 8 | 16")]
+    {
+        let mean = |name: &str| {
+            let of = GROUPS.map(|group| us("dense", &format!("{phase}/qwen3-8b/{group}/r16/{batch}"), name));
+            of.into_iter().collect::<Option<Vec<f64>>>().map(geometric_mean)
+        };
+        let ours = mean("aril").unwrap();
+        let other = |name: &str| mean(name).map_or(" | ".into(), |us| format!("{us:.1} | {:.1}", us / ours));
+        let row = format!("| {cells} | {ours:.1} | {} | {} |\n", other("mistralrs"), other("pegainfer"));
+        assert!(shown.contains(&row), "{row}");
+        assert_eq!(mean("pegainfer").is_some(), phase == "dec");
+    }
+    let id = "moe/per_expert/r16/t4096/a8";
+    let [ours, adding, writing_only] =
+        ["aril", "mistralrs_moe", "flashinfer_bgmv_moe"].map(|name| us("moe", id, name).unwrap());
+    let written = entry(&kernels["moe"], id).unwrap()["write_us"].as_f64().unwrap();
+    assert!(ours < adding && format!("{:.1}", writing_only / ours) != format!("{:.1}", writing_only / written));
+    let row = format!(
+        "| per_expert | 4096 | 8 | 16 | {ours:.1} | {written:.1} | {writing_only:.1} | {:.1} | {adding:.1} | {:.1} |\n",
+        writing_only / written,
+        adding / ours
+    );
+    assert!(shown.contains(&row), "{row}");
+}
+
 #[test]
 fn the_plot_of_policies_has_the_figures_of_the_simulation() {
     let record = serving::Record::load(&repository()).unwrap();
