@@ -75,13 +75,15 @@ impl Kernels {
         let current = result::ctx::get_current()?;
         // It becomes current.
         let primary = CudaContext::new(usize::try_from(current_device()?).unwrap_or(0))?;
-        let checked = self.check_context("the stream", &primary);
-        if let (Err(_), Some(current)) = (&checked, current) {
+        let Err(error) = self.check_context("the stream", &primary) else { return Ok(primary) };
+        // It becomes current once more when cudarc drops it.
+        drop(primary);
+        if let Some(current) = current {
             // SAFETY: it was current on this thread.
             #[expect(unsafe_code, reason = "FFI")]
             unsafe { result::ctx::set_current(current) }?;
         }
-        checked.map(|()| primary)
+        Err(error)
     }
 
     /// Enqueues an operation on `num_tokens` tokens, if there are any.
