@@ -45,27 +45,38 @@ const MAX_INDEX_MIB: u64 = 64;
 /// A checkpoint's tensors, mapped.
 #[derive(Debug)]
 pub struct Checkpoint {
+    /// The files.
     pub shards: Vec<Shard>,
+    /// The tensors of all files, by name.
     pub tensors: BTreeMap<String, Tensor>,
     /// The bytes of the tensors that have been read, by all ranks together.
     pub read_bytes: AtomicU64,
 }
 
+/// A file of weights, mapped.
 #[derive(Debug)]
 pub struct Shard {
+    /// Where it was opened.
     pub path: PathBuf,
+    /// All of the file.
     pub bytes: Mmap,
 }
 
+/// Where a tensor is, and what it holds.
 #[derive(Debug)]
 pub struct Tensor {
+    /// Index into [`Checkpoint::shards`].
     pub shard: usize,
+    /// The element type in the file.
     pub dtype: Dtype,
+    /// The dimensions, row-major.
     pub shape: Vec<usize>,
+    /// Bytes of the file.
     pub bytes: Range<usize>,
 }
 
 impl Checkpoint {
+    /// Maps the weights of a model's directory: those that its index names, or `model.safetensors`.
     pub fn open(model: &Path) -> Result<Self> {
         let index = model.join("model.safetensors.index.json");
         let single = model.join("model.safetensors");
@@ -288,7 +299,9 @@ fn last(shape: &[usize]) -> usize {
 /// The rows of a matrix, and the columns of each, that a rank holds. The matrix of a tensor has its last dimension as columns.
 #[derive(Clone, Debug)]
 pub struct Block {
+    /// Ranges of rows, in the order that the rank has them in.
     pub rows: Vec<Range<usize>>,
+    /// The columns of each row.
     pub cols: Range<usize>,
 }
 

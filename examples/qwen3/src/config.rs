@@ -26,17 +26,25 @@ const INT4_GROUP_UNIT: usize = 32;
 /// The sizes and constants of a Qwen3.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// Tokens of the vocabulary.
     pub vocab: usize,
+    /// Features between layers.
     pub hidden: usize,
     /// Intermediate size of a dense layer's MLP.
     pub intermediate: usize,
+    /// Decoder layers.
     pub layers: usize,
+    /// Of a `qwen3_moe`.
     pub moe: Option<Moe>,
     /// If weights may be stored in 4 bits: the number of consecutive elements of a row that share a scale.
     pub int4_group: Option<usize>,
+    /// The heads of attention.
     pub heads: Heads,
+    /// Added to the mean square in each norm.
     pub eps: f32,
+    /// The base of the rotary frequencies.
     pub rope_theta: f64,
+    /// Positions of the longest text that the model was trained for.
     pub max_positions: usize,
     /// Whether the language-model head is the embedding.
     pub tied: bool,
@@ -49,6 +57,7 @@ pub struct Config {
 /// The experts of a `qwen3_moe`, and the layers that have them.
 #[derive(Clone, Debug)]
 pub struct Moe {
+    /// Experts of a layer.
     pub experts: usize,
     /// Intermediate size of an expert.
     pub intermediate: usize,
@@ -65,9 +74,11 @@ pub struct Moe {
 /// The heads of a row of the fused q, k, v projection, in this order.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
+    /// Query heads.
     pub query: usize,
     /// Key heads, and as many value heads: each serves `query / kv` query heads.
     pub kv: usize,
+    /// Features of a head.
     pub dim: usize,
 }
 
@@ -183,11 +194,11 @@ impl Fields {
         let (has_experts, runs) = match &*model_type {
             "qwen3" => (false, "Qwen3ForCausalLM"),
             "qwen3_moe" => (true, "Qwen3MoeForCausalLM"),
-            _ => bail!("`model_type` is `{model_type}`; this example runs `qwen3` and `qwen3_moe`"),
+            _ => bail!("`model_type` is `{model_type}`; it must be `qwen3` or `qwen3_moe`"),
         };
         for architecture in self.get::<Vec<String>>("architectures")?.unwrap_or_default() {
             if architecture != runs {
-                bail!("`architectures` names `{architecture}`; this example runs `{runs}` of `{model_type}`");
+                bail!("`architectures` names `{architecture}`; it must be `{runs}`, the forward of `{model_type}`");
             }
         }
         Ok(has_experts)

@@ -31,6 +31,7 @@ use crate::{
 /// The CPU, computing on `T`.
 #[derive(Debug, Default)]
 pub struct Cpu<T> {
+    /// This rank and its connections to the others.
     pub rank: Rank,
     element: PhantomData<T>,
 }
@@ -474,9 +475,13 @@ impl<T: Element> Device for Cpu<T> {
 /// A linear layer of adapters.
 #[derive(Debug)]
 pub enum LoraLinear {
+    /// Whose ranks exchange no sums of A x.
     Whole(cpu::LoraLinear),
+    /// Whose ranks exchange these sums between shrink and expand.
     FullySharded {
+        /// The operations on this rank.
         layer: cpu::FullyShardedLinear,
+        /// What the ranks exchange.
         exchange: Exchange,
         /// The table's.
         max_rank: usize,

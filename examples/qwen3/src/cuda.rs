@@ -83,6 +83,7 @@ pub struct Cuda<T> {
     tp: TpRank,
     /// Of several ranks. Without it, nothing is exchanged with others.
     nccl: Option<Nccl>,
+    /// The stream of all of its work.
     pub queue: Queue,
     functions: Functions,
     attention: Attention,
@@ -138,9 +139,13 @@ pub struct Matrix<T: 'static> {
 
 /// A linear layer of adapters.
 pub enum Linear {
+    /// Whose ranks exchange no sums of A x.
     Whole(LoraLinear),
+    /// Whose ranks exchange these sums between shrink and expand.
     FullySharded {
+        /// The operations on this rank.
         layer: FullyShardedLinear,
+        /// What the ranks exchange.
         exchange: Exchange,
         /// The table's.
         max_rank: usize,
@@ -155,7 +160,9 @@ pub struct Fused<'a, T> {
 
 /// The state that a step's operations share.
 pub struct Buffers {
+    /// Groups the tokens of each step by slot.
     pub routing: Routing,
+    /// Of all layers.
     pub workspace: Workspace,
 }
 
@@ -169,6 +176,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Ok(device)
     }
 
+    /// The GPU of this number, for a model that it holds alone.
     pub fn new(ordinal: usize) -> Result<Self> {
         Self::without_collectives(ordinal, TpRank::SINGLE)
     }

@@ -26,7 +26,9 @@ use crate::{
 
 /// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to sequences.
 pub struct Cache<D: Device> {
+    /// The keys.
     pub keys: D::Tensor,
+    /// The values.
     pub values: D::Tensor,
 }
 
@@ -52,9 +54,13 @@ impl BlockTable {
 /// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row. The
 /// tokens of a sequence follow each other, in the order of their positions.
 pub struct Places<D: Device> {
+    /// The position in the sequence, from 0.
     pub positions: D::Indices,
+    /// The row of the sequence in the block table.
     pub sequences: D::Indices,
+    /// The cache row.
     pub rows: D::Indices,
+    /// The block table of the sequences.
     pub table: BlockTable<D::Indices>,
     /// The tokens that are the only ones of their sequences, as in decoding; `None` if all are.
     pub alone: Option<D::Indices>,
@@ -90,13 +96,17 @@ impl Draw {
 /// The cosines and sines of every position: `[positions, dim / 2]` each.
 pub struct Rope<D: Device> {
     pub(crate) cos: D::Tensor,
+    /// The sines.
     pub sin: D::Tensor,
 }
 
 /// What has the slots that a step's tokens name: a table, or the pool that fills its slots.
 pub enum Slots<'a, D: Device> {
+    /// A table that the program loads.
     Table(&'a D::Adapters),
+    /// A pool on one device.
     Pool(&'a AdapterPool<D::Tiers>),
+    /// A pool of the ranks of a group.
     Ranks(&'a GroupPool<Rank, D::Tiers>),
 }
 
@@ -124,15 +134,19 @@ pub trait Device: Sized + 'static {
     /// The tokens that a step chose, on the device and on their way to the host.
     type Draws;
 
+    /// A matrix of these values, row-major.
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
+    /// A matrix of zeros.
     fn zeros(&self, rows: usize, cols: usize) -> Result<Self::Tensor>;
     /// Takes a weight in parts that follow each other.
     fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [Self::Elem]>]) -> Result<Self::Weight>;
+    /// The weights of one projection of all experts, to multiply with.
     fn experts(
         &self,
         shape: ExpertsShape,
         weights: ExpertWeights<'_, Self::Elem>,
     ) -> Result<Box<dyn GroupedGemm<Self>>>;
+    /// Indices on the device.
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
 
     // ---- Multi-LoRA: the library's types and operations, under its names.
@@ -179,6 +193,7 @@ pub trait Device: Sized + 'static {
         capacity: Capacity,
         config: PoolConfig,
     ) -> Result<(AdapterPool<Self::Tiers>, Self::Adapters)>;
+    /// The library's operations of a linear layer.
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
     /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
     fn fused_linear<'a>(
@@ -189,7 +204,9 @@ pub trait Device: Sized + 'static {
     ) -> Result<Option<Self::FusedLinear<'a>>>;
     /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few adapters.
     fn is_fastest_fused(&self, layer: &Self::LoraLinear, fused: &Self::FusedLinear<'_>, tokens: usize) -> bool;
+    /// Those of an embedding.
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
+    /// Those of the experts of a layer.
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.
     fn buffers(&self, adapters: &Self::Adapters) -> Result<Self::Buffers>;
@@ -234,6 +251,7 @@ pub trait Device: Sized + 'static {
         ids: &Self::Indices,
         y: &mut Self::Tensor,
     ) -> Result<()>;
+    /// What groups the routes of a step, within these bounds.
     fn grouping(&self, capacity: RouteCapacity) -> Result<Self::Grouping>;
     /// Sets the choices of a layer's router.
     fn group<'a, 's: 'a>(

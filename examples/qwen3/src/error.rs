@@ -12,9 +12,11 @@ const TAIL: usize = 300;
 #[derive(Debug)]
 pub struct Error(String);
 
+/// A result whose error is a sentence.
 pub type Result<T> = result::Result<T, Error>;
 
 impl Error {
+    /// An error of this sentence, which is escaped and shortened.
     pub fn new(sentence: impl Into<String>) -> Self {
         Self(shown(&sentence.into()))
     }
@@ -43,6 +45,7 @@ impl<E: error::Error> From<E> for Error {
 
 /// Adds the subject of an error.
 pub trait Context<T> {
+    /// Puts the subject in front of the error's sentence.
     fn context(self, subject: impl fmt::Display) -> Result<T>;
 }
 

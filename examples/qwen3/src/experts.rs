@@ -28,8 +28,11 @@ pub trait GroupedGemm<D: Device> {
 /// The number of experts on this rank, and the shape of each one's weight.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertsShape {
+    /// Experts on this rank.
     pub experts: usize,
+    /// Output features of each.
     pub out_features: usize,
+    /// Input features of each.
     pub in_features: usize,
 }
 
@@ -38,6 +41,7 @@ pub struct ExpertsShape {
 pub enum ExpertWeights<'a, T: Clone> {
     /// In parts that follow each other.
     Plain(Vec<Cow<'a, [T]>>),
+    /// 4 bits each, with scales.
     Int4(Int4),
 }
 

@@ -23,10 +23,13 @@ use crate::{
 /// The tokens of all requests that run in one pass, packed without padding.
 #[derive(Debug, Default)]
 pub struct Step {
+    /// The id of each token.
     pub ids: Vec<u32>,
+    /// The position of each token in its sequence.
     pub positions: Vec<u32>,
     /// The row of each token's sequence in the block table.
     pub sequences: Vec<u32>,
+    /// The cache rows of the sequences.
     pub table: BlockTable,
     /// The adapter of each token, which lets requests of different adapters share a batch.
     pub slots: Vec<Slot>,
@@ -62,6 +65,7 @@ pub const FUSED_TOKENS: usize = 32;
 /// Which linear layers of a step run base weights and adapters in one launch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Fusion {
+    /// No layer: each has its GEMM and its delta.
     None,
     /// Those that are fastest so with this many tokens of few adapters.
     Fastest(usize),
@@ -76,15 +80,19 @@ impl Fusion {
 
 /// The indices of a step on the device.
 pub struct Inputs<D: Device> {
+    /// The id of each token.
     pub ids: D::Indices,
+    /// The place of each token.
     pub places: Places<D>,
 }
 
 /// The adapters of a step.
 pub struct Lora<'a, 's, D: Device> {
+    /// The library's step.
     pub step: &'a mut D::LoraStep<'s>,
     /// Whether a token has one. If not, no operation runs that only adds deltas.
     pub has_adapters: bool,
+    /// Which layers run as their fused linears.
     pub fusion: Fusion,
 }
 
@@ -109,7 +117,9 @@ struct FusedLayer<'m, D: Device + 'm> {
 
 /// The state kept from step to step.
 pub struct Session<'m, D: Device + 'm> {
+    /// What the layers keep.
     pub state: State<'m, D>,
+    /// What the library's steps share.
     pub buffers: D::Buffers,
 }
 
@@ -117,6 +127,7 @@ pub struct Session<'m, D: Device + 'm> {
 pub struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
     fused_head: Option<D::FusedLinear<'m>>,
+    /// Keys and values, by layer.
     pub caches: Vec<Cache<D>>,
     rope: Rope<D>,
     grouping: D::Grouping,

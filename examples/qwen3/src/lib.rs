@@ -4,7 +4,6 @@
 //! manual is README.md.
 
 #![expect(missing_debug_implementations, reason = "memory of a device has nothing to print")]
-#![expect(missing_docs, reason = "a field or a method whose name says it all has no sentence of its own")]
 #![expect(clippy::missing_errors_doc, reason = "an error is a sentence that names its cause: see `error`")]
 
 pub mod checkpoint;

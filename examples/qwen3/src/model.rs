@@ -22,21 +22,28 @@ use crate::{
 
 /// A base model and the adapters that run on it.
 pub struct Model<'d, D: Device> {
+    /// Where the weights are.
     pub device: &'d D,
+    /// The sizes of the whole model.
     pub config: Config,
     /// The heads on this rank.
     pub heads: Heads,
     /// The first token id whose row of the embedding is on this rank.
     pub(crate) first_token: u32,
+    /// The bounds on the routes of a step.
     pub routes: RouteCapacity,
+    /// The embedding `[vocab, hidden]`: the rows of this rank.
     pub embed: D::Weight,
     pub(crate) embed_lora: D::LoraEmbedding,
+    /// The decoder layers.
     pub layers: Vec<Layer<D>>,
+    /// The weight of the last norm, `[1, hidden]`.
     pub norm: D::Tensor,
     /// Absent if it is tied to the embedding. Its adapters and those of the embedding are separate in either case.
     pub head: Option<D::Weight>,
     pub(crate) head_id: LinearId,
     pub(crate) head_lora: D::LoraLinear,
+    /// The table of the adapters.
     pub adapters: D::Adapters,
 }
 
@@ -44,33 +51,49 @@ pub struct Model<'d, D: Device> {
 pub struct Layer<D: Device> {
     pub(crate) input_norm: D::Tensor,
     pub(crate) qkv: Linear<D>,
+    /// The weight of the norm of each query head, `[1, dim]`.
     pub q_norm: D::Tensor,
+    /// The weight of the norm of each key head, `[1, dim]`.
     pub k_norm: D::Tensor,
     pub(crate) o: Linear<D>,
     pub(crate) post_norm: D::Tensor,
+    /// Behind the second norm.
     pub mlp: Mlp<D>,
 }
 
 /// A linear layer of the base model, and its operations for adapters.
 pub struct Linear<D: Device> {
+    /// The layer in the library's model.
     pub id: LinearId,
+    /// The base weight `[out, in]` of this rank.
     pub base: D::Weight,
+    /// Its operations for adapters.
     pub lora: D::LoraLinear,
 }
 
 impl<D: Device> Linear<D> {
+    /// The base weight, and the operations for adapters.
     pub fn parts(&self) -> (&D::Weight, &D::LoraLinear) {
         (&self.base, &self.lora)
     }
 }
 
+/// The MLP of a layer.
 pub enum Mlp<D: Device> {
-    Dense { gate_up: Linear<D>, down: Linear<D> },
+    /// One for all tokens.
+    Dense {
+        /// The projections before the activation, fused.
+        gate_up: Linear<D>,
+        /// The projection after it.
+        down: Linear<D>,
+    },
+    /// Experts, of which a router chooses some for each token.
     Sparse(Experts<D>),
 }
 
 /// The experts of a layer of the base model, and their operations for adapters.
 pub struct Experts<D: Device> {
+    /// The router `[experts, hidden]`.
     pub router: D::Weight,
     /// Experts per token.
     pub top_k: usize,
@@ -79,7 +102,9 @@ pub struct Experts<D: Device> {
     /// The experts on this rank.
     pub held: Range<usize>,
     pub(crate) gate_up: Box<dyn GroupedGemm<D>>,
+    /// The projection after the activation.
     pub down: Box<dyn GroupedGemm<D>>,
+    /// Their operations for adapters.
     pub lora: D::LoraExperts,
 }
 
@@ -282,6 +307,7 @@ const HEAD: &str = "lm_head";
 /// The layers that adapters may change, and their places.
 #[derive(Debug)]
 pub struct Described {
+    /// The layers as the library has them, on this rank.
     pub model: model::Model,
     sites: Sites,
 }
@@ -310,6 +336,7 @@ enum MlpSites {
 /// A rank, and how the ranks of its group split the model.
 #[derive(Clone, Copy, Debug)]
 pub struct Split {
+    /// The rank in its group.
     pub tp: TpRank,
     /// Whether each rank has some of the experts of a layer, instead of a part of each expert.
     pub expert_parallel: bool,

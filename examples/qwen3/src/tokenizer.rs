@@ -25,6 +25,7 @@ const MAX_MIB: u64 = 256;
 /// A tokenizer.
 #[derive(Debug)]
 pub struct Tokenizer {
+    /// The tokenizer of the crate `tokenizers`.
     pub inner: tokenizers::Tokenizer,
     least: Least,
 }
