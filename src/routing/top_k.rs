@@ -127,16 +127,6 @@ impl<'a> TopK<'a> {
         self.rows
     }
 
-    /// Whether the weights apply to the input of the experts.
-    pub const fn is_on_input(&self) -> bool {
-        matches!(self.weights_on, WeightsOn::Input)
-    }
-
-    /// Whether the weights apply to the output rows of down.
-    pub const fn is_on_rows(&self) -> bool {
-        matches!(self.weights_on, WeightsOn::Rows)
-    }
-
     /// The factor on all combine weights.
     pub const fn factor(&self) -> f32 {
         self.factor

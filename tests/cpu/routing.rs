@@ -24,11 +24,6 @@ fn a_routes_weight_is_applied_in_one_place() {
         assert_eq!(weights(&weighted.on_input(), route), [weight, 1.0, 4.0]);
         assert_eq!(weights(&weighted.on_rows(), route), [1.0, weight, 4.0]);
     }
-    let places = [weighted, weighted.on_input(), weighted.on_rows()];
-    assert_eq!(
-        places.map(|top_k| (top_k.is_on_input(), top_k.is_on_rows())),
-        [(false, false), (true, false), (false, true)]
-    );
     assert_eq!((plain.weights(), weighted.weights(), weighted.factor()), (None, Some(&WEIGHTS[..]), 4.0));
     assert_eq!(TopK::new(&IDS, 2).unwrap().factor(), 1.0);
 }
