@@ -106,6 +106,7 @@ extern "C" {
 #define ARIL_FORWARD_STATIC_BYTES 1024
 #define ARIL_FORWARD_ALIGNMENT_BYTES 1024
 #define ARIL_SEGMENT_TOKENS 8        // of a segment
+#define ARIL_PACK_FACTORS 80         // of a launch of aril_pack
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -491,6 +492,30 @@ typedef struct aril_experts_args {
   aril_groups groups;
 } aril_experts_args;
 
+// A row-major factor, and where it is packed.
+typedef struct aril_pack_factor {
+  const void* source;  // [rows, cols]: A [rank, in] or B [out, rank]
+  void* target;        // as aril_descriptor says, aligned to ARIL_FACTOR_ALIGNMENT
+  int64_t row_stride;
+  int32_t rows;
+  int32_t cols;
+  int32_t core_rows;  // of the target: its elements, padding included, / ARIL_CORE
+  int32_t is_b;
+  int32_t number;
+  int32_t first_block;  // set by aril_pack
+} aril_pack_factor;
+
+// Packs factors, padding included. Elements are rounded to nearest, ties to even.
+typedef struct aril_pack_args {
+  int32_t dtype;         // of the targets
+  int32_t source_dtype;  // of the sources
+  int32_t num_factors;   // 1 to ARIL_PACK_FACTORS
+  // Becomes the lowest number of a factor with an element that is not finite in `dtype`, if that is
+  // less than what it holds.
+  uint32_t* not_finite;
+  aril_pack_factor factors[ARIL_PACK_FACTORS];
+} aril_pack_args;
+
 // Describes a status. The string lives forever.
 const char* aril_status_string(int32_t status);
 
@@ -512,6 +537,7 @@ int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
 int32_t aril_experts(const aril_experts_args* args, void* stream);
+int32_t aril_pack(const aril_pack_args* args, void* stream);
 
 #ifdef __cplusplus
 }

@@ -12,6 +12,7 @@ int32_t load_sharded();
 int32_t load_fused_linear();
 int32_t load_consumers();
 int32_t load_moe();
+int32_t load_pack();
 
 namespace {
 
@@ -21,7 +22,8 @@ int32_t load_all() {
   ARIL_TRY(load_sharded());
   ARIL_TRY(load_fused_linear());
   ARIL_TRY(load_consumers());
-  return load_moe();
+  ARIL_TRY(load_moe());
+  return load_pack();
 }
 
 int32_t run_order_test(int blocks, cudaStream_t stream) {

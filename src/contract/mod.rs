@@ -59,7 +59,13 @@ pub(crate) struct Shape {
 
 impl Shape {
     /// Rejects another element type or shape.
-    fn expect(&self, operand: &'static str, dtype: DType, rows: usize, cols: usize) -> Result<(), OperandError> {
+    pub(crate) fn expect(
+        &self,
+        operand: &'static str,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(), OperandError> {
         if self.dtype != dtype {
             return Err(OperandError::DType { operand, got: self.dtype, want: dtype });
         }

@@ -42,7 +42,7 @@ mod stream;
 
 pub use self::{
     kernels::{Kernels, driver_is_present},
-    loading::{AdapterPool, Filled, Reservation, Staging, Tiers, WeightTable},
+    loading::{AdapterPool, Factors, Filled, Reservation, Staging, Tiers, WeightTable},
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk, TopK,

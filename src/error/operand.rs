@@ -80,6 +80,14 @@ pub enum OperandError {
         /// Distance between the beginnings of two rows, in bytes.
         stride_bytes: usize,
     },
+    /// A number has no finite value in the element type: it is NaN or infinite, or rounds to an infinity.
+    #[error("`{operand}` has an element without a finite value in {dtype}")]
+    NotFinite {
+        /// Name of the operand.
+        operand: &'static str,
+        /// The element type.
+        dtype: DType,
+    },
     /// A token's slot is not one of the table's.
     #[error("the batch names {slot}, which is not one of the {num_slots} slots")]
     NoSuchSlot {
@@ -131,6 +139,12 @@ pub enum OperandError {
     /// The table belongs to a pool, whose steps keep its adapters in their slots.
     #[error("the table belongs to an adapter pool, which alone starts steps: call `step` of the pool")]
     Pooled,
+    /// The operand is given twice.
+    #[error("{operand} is given twice")]
+    Twice {
+        /// Name of the operand.
+        operand: &'static str,
+    },
     /// An operand does not have one element per route.
     #[error("`{operand}` has {got} elements, but there are {want} routes")]
     Routes {

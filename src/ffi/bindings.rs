@@ -41,6 +41,7 @@ pub const ARIL_FORWARD_BATCH_BYTES: i32 = 2208;
 pub const ARIL_FORWARD_STATIC_BYTES: i32 = 1024;
 pub const ARIL_FORWARD_ALIGNMENT_BYTES: i32 = 1024;
 pub const ARIL_SEGMENT_TOKENS: i32 = 8;
+pub const ARIL_PACK_FACTORS: i32 = 80;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
@@ -357,6 +358,28 @@ pub struct aril_experts_args {
     pub top_k: aril_top_k,
     pub groups: aril_groups,
 }
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_pack_factor {
+    pub source: *const ::core::ffi::c_void,
+    pub target: *mut ::core::ffi::c_void,
+    pub row_stride: i64,
+    pub rows: i32,
+    pub cols: i32,
+    pub core_rows: i32,
+    pub is_b: i32,
+    pub number: i32,
+    pub first_block: i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_pack_args {
+    pub dtype: i32,
+    pub source_dtype: i32,
+    pub num_factors: i32,
+    pub not_finite: *mut u32,
+    pub factors: [aril_pack_factor; 80usize],
+}
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;
 }
@@ -432,6 +455,12 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_experts(
         args: *const aril_experts_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_pack(
+        args: *const aril_pack_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -15,6 +15,14 @@ mod thresholds;
 mod workspace;
 
 pub(crate) use self::linear::check_outputs;
+#[cfg(feature = "cuda")]
+pub(crate) use self::{
+    capacity::limit,
+    experts::ExpandBy,
+    linear::outs_per_block,
+    ring::Ring,
+    thresholds::{GroupedBy, is_small_m},
+};
 pub use self::{
     capacity::{Capacity, RouteCapacity},
     device::Device,
@@ -25,11 +33,4 @@ pub use self::{
     mode::Mode,
     thresholds::{MAX_FORWARD_TOKENS, MAX_SLOTS},
     workspace::WorkspaceBytes,
-};
-#[cfg(feature = "cuda")]
-pub(crate) use self::{
-    experts::ExpandBy,
-    linear::outs_per_block,
-    ring::Ring,
-    thresholds::{GroupedBy, is_small_m},
 };

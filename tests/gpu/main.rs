@@ -24,6 +24,7 @@ mod device;
 mod early_loads;
 mod engine;
 mod experts;
+mod factors;
 mod fully_sharded;
 mod fused_linear;
 mod graph;

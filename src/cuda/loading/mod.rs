@@ -1,6 +1,7 @@
 //! What is in the slots: weight tables, the arenas that they point into, loads, and pools of adapters.
 
 mod arena;
+mod factors;
 mod flip;
 mod parts;
 mod pool;
@@ -9,6 +10,7 @@ mod table;
 mod upload;
 
 pub use self::{
+    factors::Factors,
     pool::{AdapterPool, Tiers},
     staging::Staging,
     table::WeightTable,

@@ -7,10 +7,10 @@ use std::{
 
 use cudarc::driver::{CudaContext, CudaEvent};
 
-use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned};
+use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned, raw::Stream};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
-    copies::Copies,
+    copies::{Copies, CopyStream as _},
     error::LoadError,
 };
 
@@ -42,6 +42,16 @@ impl Staging {
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {
         self.stream.context()
+    }
+
+    /// The stream of the copies.
+    pub(super) fn raw(&self) -> Stream {
+        self.stream.raw()
+    }
+
+    /// Blocks this thread until the copies so far have run.
+    pub(super) fn synchronize(&self) -> Result<(), LaunchError> {
+        self.stream.synchronize()
     }
 
     /// Makes later copies wait for an event, on the device.

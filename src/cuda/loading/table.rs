@@ -109,7 +109,7 @@ impl WeightTable {
     }
 
     /// Rejects changes of slots that belong to a pool.
-    fn check_owner(&self) -> Result<(), SlotError> {
+    pub(super) fn check_owner(&self) -> Result<(), SlotError> {
         if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
@@ -184,9 +184,15 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
+        self.fill_by(|staging| reservation.fill_with_progress(image, staging, progress))
+    }
+
+    pub(super) fn fill_by(
+        &self,
+        fill: impl FnOnce(&mut Staging) -> Result<Filled, LoadError>,
+    ) -> Result<Filled, LoadError> {
         // The staging is free for another load while this one waits.
-        let filled =
-            reservation.fill_with_progress(image, &mut *self.shared.stagings.lend(&self.shared.queue)?, progress)?;
+        let filled = fill(&mut *self.shared.stagings.lend(&self.shared.queue)?)?;
         filled.wait()?;
         Ok(filled)
     }
@@ -203,7 +209,10 @@ impl WeightTable {
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         self.check_owner()?;
         self.shared.bounds.check_image(image)?;
-        let image_bytes = image.bytes();
+        self.reserve_bytes(image.bytes())
+    }
+
+    pub(super) fn reserve_bytes(&self, image_bytes: usize) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         queue.bind()?;
         let (blocks, waits) = arena.take(self.shared.rooms_of(image_bytes))?;

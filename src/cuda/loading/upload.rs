@@ -57,7 +57,7 @@ impl Reservation {
     /// # Errors
     /// As for `fill`.
     pub fn fill_with_progress(
-        mut self,
+        self,
         image: &SlotImage<'_>,
         staging: &mut Staging,
         progress: impl FnMut(usize),
@@ -67,6 +67,25 @@ impl Reservation {
         if bytes != reserved {
             return Err(SlotError::OtherImage { bytes, reserved }.into());
         }
+        self.fill_by(
+            image.max_rank(),
+            staging,
+            // SAFETY: the obligations of `fill_by`.
+            |staging, block, _| unsafe { staging.copy_image(block, image, progress) },
+            |block| Ok(Descriptor::row(image, block)),
+        )
+    }
+
+    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has the address of the
+    /// block, which has the size of the image, and which nothing else uses until the copies have run. It has the address of the
+    /// descriptors, too, for scratch memory: they are copied after it.
+    pub(super) fn fill_by(
+        mut self,
+        max_rank: usize,
+        staging: &mut Staging,
+        copy: impl FnOnce(&mut Staging, u64, u64) -> Result<(), LoadError>,
+        row: impl FnOnce(u64) -> Result<Vec<Descriptor>, LaunchError>,
+    ) -> Result<Filled, LoadError> {
         let arena = Arc::clone(self.room.arena());
         let queue = arena.queue();
         queue.kernels().check_context("the staging", staging.context())?;
@@ -75,16 +94,15 @@ impl Reservation {
             staging.wait_for(&event)?;
         }
         let [block, row_at] = self.room.blocks().each_ref().map(|block| arena.address(block));
-        let descriptors = Descriptor::row(image, block);
-        // From here on, nothing frees the room under a copy: neither an error nor a panic of `progress`, which is the user's code.
+        let descriptors = row(block)?;
+        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the user's code.
         self.room.write(staging.begin(queue.new_event()?));
-        // SAFETY: the block belongs to this reservation and has the image's size. The staging's stream waits for its earlier uses, and
-        // later uses wait for the end of the copies.
-        unsafe { staging.copy_image(block, image, progress) }?;
-        // SAFETY: as above, of the room of the descriptors.
+        copy(staging, block, row_at)?;
+        // SAFETY: the room of the descriptors belongs to this reservation and has their size. The staging's stream waits for its earlier
+        // uses, and later uses wait for the end of the copies.
         unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) }?;
         self.room.end()?;
-        Ok(Filled { reservation: self, max_rank: image.max_rank() })
+        Ok(Filled { reservation: self, max_rank })
     }
 }
 

@@ -101,7 +101,7 @@ pub struct MatrixMut(pub(in crate::cuda) RawMatrix);
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::cuda) struct RawMatrix {
     ptr: u64,
-    dtype: DType,
+    pub(in crate::cuda) dtype: DType,
     rows: usize,
     cols: usize,
     row_stride: usize,

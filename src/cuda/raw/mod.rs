@@ -28,5 +28,5 @@ pub use self::{
     grouping::{GroupedRoutes, Grouping, TopK},
     memory::{DeviceRegion, MatrixMut, MatrixRef, Stream},
     routing::{RoutedBatch, Routing},
-    step::{Descriptor, Step, Table, Workspace},
+    step::{Descriptor, Factors, Step, Table, Workspace},
 };

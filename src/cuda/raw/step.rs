@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{
-    memory::{DeviceRegion, Stream, int},
+    memory::{DeviceRegion, MatrixRef, Stream, int},
     routing::RoutedBatch,
 };
 use crate::{
@@ -12,9 +12,25 @@ use crate::{
     contract::StepShape,
     error::{LaunchError, OperandError},
     ffi,
-    model::{Model, ModelId},
+    model::{LinearId, Model, ModelId},
     plan::WorkspaceBytes,
 };
+
+/// The factors of one module in device memory, for
+/// [`WeightTable::load_factors_raw`](crate::cuda::WeightTable::load_factors_raw). As in [`cuda::Factors`](crate::cuda::Factors).
+#[derive(Clone, Copy, Debug)]
+pub struct Factors {
+    /// The layer.
+    pub layer: LinearId,
+    /// The slice of the layer, from 0.
+    pub slice: usize,
+    /// α/r or α/√r. It must be finite.
+    pub scaling: f32,
+    /// A `[rank, in_features]`.
+    pub a: MatrixRef,
+    /// B `[out_features, rank]`.
+    pub b: MatrixRef,
+}
 
 /// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
 ///
@@ -105,8 +121,8 @@ impl Table {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
 
-    /// Where the descriptors are.
-    pub(in crate::cuda) fn address(&self) -> u64 {
+    /// Address of the [`Descriptor`]s, `[num_slots][num_entries]`. It never changes.
+    pub const fn address(&self) -> u64 {
         self.ptr
     }
 
