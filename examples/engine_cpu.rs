@@ -14,8 +14,8 @@ use aril::{
     error::SlotError,
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;

@@ -13,8 +13,8 @@ use aril::{
     error::LoadError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;

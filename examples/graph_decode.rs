@@ -10,8 +10,8 @@ use aril::{
     cuda::{Buffer, Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, driver_is_present},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 use cudarc::driver::CudaContext;
 

@@ -6,7 +6,7 @@ use std::{
     ops::Range,
 };
 
-use crate::{extent::product, plan::PlanError, residency::Usage};
+use crate::{extent::product, plan::PlanError, slots::Usage};
 
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;

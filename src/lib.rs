@@ -8,8 +8,8 @@
 //! - [`adapter`]: PEFT's file format, and an adapter's image in a slot. Depends on `model`.
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
 //! - [`routing`]: the adapter and the experts of each token.
-//! - [`residency`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
-//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` on any backend. Depends on `residency`.
+//! - [`slots`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
+//! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` on any backend. Depends on `slots`.
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse the same operands
 //!   by the same errors. They depend on everything above.
@@ -99,10 +99,10 @@ pub mod model;
 pub mod plan;
 pub mod pool;
 pub mod reference;
-pub mod residency;
 pub mod routing;
 mod slices;
 mod slot;
+pub mod slots;
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("aril runs on Linux alone");

@@ -11,7 +11,7 @@ use aril::{
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{LinearId, Model},
     plan::Capacity,
-    residency::Resident,
+    slots::Resident,
     routing::Batch,
 };
 use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};

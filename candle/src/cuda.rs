@@ -11,7 +11,7 @@ use aril::{
     },
     model::{LinearId, Model},
     plan::Capacity,
-    residency::Resident,
+    slots::Resident,
     routing::Batch,
 };
 use candle_core::{

@@ -12,7 +12,7 @@ use aril::{
     adapter::{Adapter, SlotImage},
     model::{LinearId, Model},
     plan::Capacity,
-    residency::Resident,
+    slots::Resident,
 };
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, bail};
 

@@ -8,8 +8,8 @@ use crate::{
     extent::product,
     model::Model,
     plan::{Capacity, PlanError},
-    residency::{Bounds, Resident, SlotInfo, Slots, Usage},
     routing::Batch,
+    slots::{Bounds, Resident, SlotInfo, Slots, Usage},
 };
 
 /// Adapters in host memory, one per slot. Clones refer to the same table.

@@ -13,7 +13,7 @@ use crate::{
     Element,
     adapter::{ImageEntry, MIN_STAGING_BYTES, SlotImage},
     error::{LoadError, SlotError},
-    residency::{Bounds, Usage},
+    slots::{Bounds, Usage},
 };
 
 /// Bytes written between two calls of `progress`.

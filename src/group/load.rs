@@ -14,7 +14,7 @@ use crate::{
     Slot,
     adapter::{Adapter, AdapterError},
     error::LoadError,
-    residency::Resident,
+    slots::Resident,
 };
 
 /// One rank's view of a tensor-parallel group: its channel to the other ranks, and its weight table.

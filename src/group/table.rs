@@ -6,7 +6,7 @@ use crate::{
     cpu,
     error::LoadError,
     model::Model,
-    residency::{Resident, Usage},
+    slots::{Resident, Usage},
 };
 
 /// A weight table that a [`Group`](super::Group) loads into.

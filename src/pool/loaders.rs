@@ -22,7 +22,7 @@ use crate::{
     blocks,
     error::{LoadError, SlotError},
     model::{Model, TpRank},
-    residency::Bounds,
+    slots::Bounds,
 };
 
 type Read = Box<dyn FnOnce(&ThreadPool) + Send>;

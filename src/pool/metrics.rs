@@ -3,7 +3,7 @@
 use metrics::{counter, gauge};
 
 use super::Snapshot;
-use crate::residency::Usage;
+use crate::slots::Usage;
 
 impl Snapshot {
     /// Sets the counters and gauges of a pool, with `pool` as their label of that name. Costs a look-up for each of them, so call it

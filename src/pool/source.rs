@@ -5,7 +5,7 @@ use crate::{
     adapter::{Adapter, AdapterError, Directory, Opener, Orientation, SlotImage},
     error::{LoadError, SlotError},
     model::Model,
-    residency::Bounds,
+    slots::Bounds,
 };
 
 /// Where a pool reads an adapter from, checked for one rank of a model. Making a source takes a while; any thread may do so.

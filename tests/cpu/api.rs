@@ -20,8 +20,8 @@ use aril::{
         AdapterId, CacheNamespace, Counters, Lease, PoolConfig, PoolError, Residency, Snapshot, Source, StreamId, Tier,
     },
     reference,
-    residency::{Resident, SlotInfo, Usage},
     routing::{Batch, Segments, TopK},
+    slots::{Resident, SlotInfo, Usage},
 };
 
 fn shared<T: Send + Sync>() {}

@@ -15,8 +15,8 @@ use aril::{
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 
 use crate::common::adapters::{self, Lora};

@@ -16,8 +16,8 @@ use aril::{
     error::SlotError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 

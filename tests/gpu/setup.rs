@@ -9,8 +9,8 @@ use aril::{
     error::LoadError,
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 use cudarc::{
     driver::{CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg},

@@ -10,8 +10,8 @@ use aril::{
     error::{LoadError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 
 use cudarc::driver::CudaContext;

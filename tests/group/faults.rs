@@ -12,7 +12,7 @@ use aril::{
     error::{LoadError, SlotError},
     group::{Group, GroupError, InProcess, Phase, Ranks, Table},
     model::Model,
-    residency::{Resident, Usage},
+    slots::{Resident, Usage},
 };
 use proptest::prelude::*;
 

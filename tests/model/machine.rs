@@ -13,8 +13,8 @@ use aril::{
     group::{GroupPool, InProcess},
     model::{LinearId, Model},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
-    residency::Resident,
     routing::Batch,
+    slots::Resident,
 };
 
 use super::{

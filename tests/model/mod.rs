@@ -17,7 +17,7 @@ use aril::{
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
-    residency::Resident,
+    slots::Resident,
 };
 use proptest::prelude::*;
 

@@ -7,12 +7,12 @@ use std::{
 
 use cudarc::driver::CudaEvent;
 
-use super::{LaunchError, Queue, capturing::Relaxed, region::Region};
+use super::{LaunchError, Queue, Region, Relaxed};
 use crate::{
     blocks::{Block, Blocks},
     copies,
     error::LoadError,
-    residency::Usage,
+    slots::Usage,
 };
 
 /// Device memory that is allocated in blocks of any size.

@@ -18,7 +18,7 @@ use crate::{
     ffi,
     model::LinearId,
     plan::{PlanError, limit},
-    residency::Resident,
+    slots::Resident,
 };
 
 const FACTORS_PER_LAUNCH: usize = ffi::ARIL_PACK_FACTORS as usize;

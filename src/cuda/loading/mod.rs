@@ -2,9 +2,9 @@
 
 mod arena;
 mod factors;
-mod flip;
-mod parts;
+mod part_copy;
 mod pool;
+mod pooled;
 mod staging;
 mod table;
 mod upload;
@@ -18,7 +18,7 @@ pub use self::{
 };
 use super::{
     LaunchError, Queue, RoutedBatch, Step, Workspace,
-    memory::{host_arena, pinned, region},
+    memory::{Kept, Pinned, Region, host_arena::HostArena},
     raw,
-    stream::{capturing, own_stream},
+    stream::{Relaxed, own_stream::OwnStream},
 };

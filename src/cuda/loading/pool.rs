@@ -7,13 +7,10 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    LaunchError, Queue, RoutedBatch, Step, WeightTable, Workspace,
+    HostArena, LaunchError, OwnStream, Queue, Relaxed, RoutedBatch, Step, WeightTable, Workspace,
     arena::Arena,
-    capturing::Relaxed,
-    flip::Flip,
-    host_arena::HostArena,
-    own_stream::OwnStream,
-    parts::{Parts, Unsealed},
+    part_copy::{PartCopy, Unsealed},
+    pooled::Content,
     raw::Descriptor,
     table::row_bytes,
 };
@@ -29,7 +26,7 @@ use crate::{
         self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
         slot_at,
     },
-    residency::Bounds,
+    slots::Bounds,
 };
 
 /// An [`AdapterPool`](pool::AdapterPool) on a GPU.
@@ -59,7 +56,7 @@ pub struct Tiers {
     /// Copies that may not have run yet: their numbers and events, in order.
     copying: VecDeque<(u64, Arc<CudaEvent>)>,
     /// Copies that reads make, by number. Those that have failed or were revoked stay until the next read.
-    parts: Vec<(u64, Arc<Parts>)>,
+    part_copies: Vec<(u64, Arc<PartCopy>)>,
 }
 
 /// Address of a block whose place is not known yet.
@@ -77,19 +74,9 @@ struct Lane {
     /// That of everybody else.
     weights: WeightTable,
     /// The copy that each slot of the table was pointed to last; 0 if the slot has no adapter.
-    flipped: Vec<u64>,
+    pointed: Vec<u64>,
     /// Slots whose rows still point to adapters that were evicted, because they could not be emptied.
     stale: Vec<usize>,
-}
-
-/// The block of a slot.
-#[derive(Debug)]
-struct Content {
-    copied: Arc<CudaEvent>,
-    /// Address of the descriptors.
-    row: u64,
-    bytes: usize,
-    max_rank: usize,
 }
 
 /// An adapter in host memory.
@@ -162,7 +149,7 @@ impl Tiers {
             is_poisoning: config.is_poisoning,
             contents: (0..num_slots).map(|_| None).collect(),
             copying: VecDeque::new(),
-            parts: Vec::new(),
+            part_copies: Vec::new(),
         };
         tiers.add_lane(queue)?;
         Ok(tiers)
@@ -172,7 +159,7 @@ impl Tiers {
         queue.kernels().check_context("the pool", self.arena.queue().stream().context())?;
         let weights = WeightTable::sharing(queue, self.bounds.clone(), Arc::clone(&self.arena))?;
         let owner = weights.claim()?;
-        self.lanes.push(Lane { owner, weights, flipped: vec![0; self.contents.len()], stale: vec![] });
+        self.lanes.push(Lane { owner, weights, pointed: vec![0; self.contents.len()], stale: vec![] });
         Ok(())
     }
 
@@ -198,11 +185,11 @@ impl Tiers {
     }
 
     /// Makes room for the parts of a copy.
-    fn begin(&mut self, copy: &Copy) -> Result<Arc<Parts>, LaunchError> {
+    fn begin(&mut self, copy: &Copy) -> Result<Arc<PartCopy>, LaunchError> {
         let block = self.take_block(copy)?;
-        let parts = Arc::new(Parts::new(self.arena.queue(), &self.stream, block)?);
-        self.parts.retain(|(_, parts)| Arc::strong_count(parts) > 1 || parts.is_complete());
-        self.parts.push((copy.number, Arc::clone(&parts)));
+        let parts = Arc::new(PartCopy::new(self.arena.queue(), &self.stream, block)?);
+        self.part_copies.retain(|(_, parts)| Arc::strong_count(parts) > 1 || parts.is_complete());
+        self.part_copies.push((copy.number, Arc::clone(&parts)));
         Ok(parts)
     }
 
@@ -302,21 +289,21 @@ impl Backend for Tiers {
     }
 
     fn revoke(&mut self, copy: &Copy) -> bool {
-        let parts = self.parts.iter().find(|(number, _)| *number == copy.number);
+        let parts = self.part_copies.iter().find(|(number, _)| *number == copy.number);
         parts.is_some_and(|(_, parts)| parts.revoke())
     }
 
     fn abandon(&mut self, copy: &Copy) -> bool {
-        let is_of = |(number, parts): &(u64, Arc<Parts>)| *number == copy.number && parts.is_complete();
-        let Some(place) = self.parts.iter().position(is_of) else { return false };
-        let (number, parts) = self.parts.swap_remove(place);
+        let is_of = |(number, parts): &(u64, Arc<PartCopy>)| *number == copy.number && parts.is_complete();
+        let Some(place) = self.part_copies.iter().position(is_of) else { return false };
+        let (number, parts) = self.part_copies.swap_remove(place);
         self.copying.push_back((number, Arc::clone(parts.copied())));
         true
     }
 
     fn finish(&mut self, copy: &Copy) {
-        let place = self.parts.iter().position(|(number, _)| *number == copy.number);
-        let (_, parts) = self.parts.swap_remove(place.expect("a read that is sealed has its parts"));
+        let place = self.part_copies.iter().position(|(number, _)| *number == copy.number);
+        let (_, parts) = self.part_copies.swap_remove(place.expect("a read that is sealed has its parts"));
         self.has_enqueued(copy, parts.block(), Arc::clone(parts.copied()));
     }
 
@@ -347,11 +334,10 @@ impl Backend for Tiers {
     fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError> {
         let lane = &mut self.lanes[stream.0];
         for &Granted { slot, number, .. } in granted {
-            if lane.flipped[slot] != number {
+            if lane.pointed[slot] != number {
                 let content = self.contents[slot].as_ref().expect("a leased slot has a block");
-                let &Content { ref copied, row, bytes, max_rank } = content;
-                lane.owner.flip(slot_at(slot), &Flip { copied, row, bytes, max_rank })?;
-                lane.flipped[slot] = number;
+                lane.owner.point(slot_at(slot), content)?;
+                lane.pointed[slot] = number;
             }
         }
         Ok(())
@@ -365,7 +351,7 @@ impl Backend for Tiers {
     fn evict(&mut self, slot: usize) {
         for lane in &mut self.lanes {
             lane.weights.forget(slot_at(slot));
-            if std::mem::take(&mut lane.flipped[slot]) != 0 {
+            if std::mem::take(&mut lane.pointed[slot]) != 0 {
                 lane.stale.push(slot);
             }
         }
@@ -400,7 +386,7 @@ impl Backend for Tiers {
 impl Drop for Tiers {
     /// Waits for the copies, which read host memory and write to the arena. Reads copy nothing more.
     fn drop(&mut self) {
-        for (_, parts) in self.parts.drain(..) {
+        for (_, parts) in self.part_copies.drain(..) {
             parts.revoke();
             parts.wait();
         }

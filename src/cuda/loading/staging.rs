@@ -7,7 +7,7 @@ use std::{
 
 use cudarc::driver::{CudaContext, CudaEvent};
 
-use super::{LaunchError, Queue, own_stream::OwnStream, pinned::Pinned, raw::Stream};
+use super::{LaunchError, OwnStream, Pinned, Queue, raw::Stream};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
     copies::{Copies, CopyStream as _},

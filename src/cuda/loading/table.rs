@@ -5,10 +5,9 @@ use std::{fmt, sync::Arc};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    Filled, LaunchError, Queue, Reservation, Staging,
+    Filled, Kept, LaunchError, Queue, Region, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
-    region::{Kept, Region},
     staging::Stagings,
     upload::Room,
 };
@@ -21,8 +20,8 @@ use crate::{
     extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
-    residency::{Blocks, Bounds, Resident, SlotInfo, Slots, Usage},
     routing::Batch,
+    slots::{Bounds, Contents, Resident, SlotInfo, Slots, Usage},
 };
 
 /// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into it. Clones
@@ -277,7 +276,7 @@ impl WeightTable {
     /// enqueued, no error is returned: if the driver refuses the event, the change has run.
     fn change_row(
         &self,
-        blocks: &mut Blocks<Option<Block>>,
+        blocks: &mut Contents<Option<Block>>,
         index: usize,
         change: impl FnOnce(DeviceRegion) -> Result<(), LaunchError>,
     ) -> Result<Arc<CudaEvent>, LaunchError> {

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{LaunchError, Staging, arena::Arena, capturing::Relaxed, own_stream::OwnStream, raw::Descriptor};
+use super::{LaunchError, OwnStream, Relaxed, Staging, arena::Arena, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
     copies,
     error::{LoadError, SlotError},
-    residency::Bounds,
+    slots::Bounds,
 };
 
 /// Room for the factors of an adapter, and for its descriptors on their way to the table.

@@ -1,17 +1,17 @@
 //! The pool's decisions, without memory, threads or a device: a [`Backend`] carries them out.
 
 mod batch;
-mod climb;
 mod device;
 mod host;
+mod loading;
 #[cfg(test)]
-mod meanwhile;
+mod loading_tests;
 mod report;
 mod rules;
 #[cfg(test)]
 mod schedules;
 #[cfg(test)]
-mod world;
+mod test_device;
 
 use std::{
     collections::{HashMap, VecDeque},

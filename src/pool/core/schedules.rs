@@ -10,7 +10,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{
     Core, Entry, Granted, Limits, Rule,
-    world::{Obligation, World},
+    test_device::{Obligation, TestDevice},
 };
 use crate::{
     blocks::{self, GRANULE_BYTES},
@@ -49,27 +49,27 @@ struct Uses {
 /// The devices of a pool.
 trait Worlds: Backend {
     /// Of one world, or more.
-    fn of(worlds: Vec<World>) -> Self;
-    fn each(&mut self) -> impl Iterator<Item = &mut World>;
+    fn of(worlds: Vec<TestDevice>) -> Self;
+    fn each(&mut self) -> impl Iterator<Item = &mut TestDevice>;
     /// Reads that the pool has not heard of the end of.
     fn num_reads(&self) -> usize;
 
-    fn get(&mut self, world: usize) -> &mut World {
+    fn get(&mut self, world: usize) -> &mut TestDevice {
         self.each().nth(world).unwrap()
     }
 }
 
-impl Worlds for World {
-    fn of(mut worlds: Vec<World>) -> Self {
+impl Worlds for TestDevice {
+    fn of(mut worlds: Vec<TestDevice>) -> Self {
         worlds.swap_remove(0)
     }
 
-    fn each(&mut self) -> impl Iterator<Item = &mut World> {
+    fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
         [self].into_iter()
     }
 
     fn num_reads(&self) -> usize {
-        World::num_reads(self)
+        TestDevice::num_reads(self)
     }
 }
 
@@ -82,12 +82,12 @@ impl Exchange for Here {
     }
 }
 
-impl Worlds for OnRanks<Here, World> {
-    fn of(worlds: Vec<World>) -> Self {
+impl Worlds for OnRanks<Here, TestDevice> {
+    fn of(worlds: Vec<TestDevice>) -> Self {
         OnRanks::of(Here, worlds)
     }
 
-    fn each(&mut self) -> impl Iterator<Item = &mut World> {
+    fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
         self.backends()
     }
 
@@ -144,7 +144,7 @@ impl<W: Worlds> Schedule<W> {
         let copies_parts = rng.random_ratio(3, 4);
         let num_worlds = rng.random_range(most_worlds.min(2)..=most_worlds);
         let worlds = (0..num_worlds).map(|_| {
-            let mut world = World::new(streams, slots, [device, host], copies_parts);
+            let mut world = TestDevice::new(streams, slots, [device, host], copies_parts);
             world.broken = broken.obligation;
             world
         });
@@ -188,7 +188,7 @@ impl<W: Worlds> Schedule<W> {
         self.adapters.keys().copied().choose(&mut self.rng)
     }
 
-    fn any_world(&mut self) -> &mut World {
+    fn any_world(&mut self) -> &mut TestDevice {
         let world = self.rng.random_range(0..self.num_worlds);
         self.worlds.get(world)
     }
@@ -543,9 +543,9 @@ impl<W: Worlds> Schedule<W> {
 /// The first seed whose schedule goes wrong, the number of its actions, and what went wrong, on one device or on the ranks of a group.
 fn first_wrong(is_group: bool, schedules: u64, broken: Broken) -> Option<(u64, usize, String)> {
     let run = |seed, actions| match is_group {
-        false => Schedule::<World>::new(seed, 1, broken).run(actions),
+        false => Schedule::<TestDevice>::new(seed, 1, broken).run(actions),
         true => {
-            let mut schedule = Schedule::<OnRanks<Here, World>>::new(seed, 3, broken);
+            let mut schedule = Schedule::<OnRanks<Here, TestDevice>>::new(seed, 3, broken);
             schedule.worlds.agreements.broken = broken.agreement;
             schedule.run(actions)
         }

@@ -2,14 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use super::{Core, Limits, world::World};
+use super::{Core, Limits, test_device::TestDevice};
 use crate::{
     blocks::GRANULE_BYTES,
     pool::{AdapterId, PoolError, StreamId, Tier, backend::Backend as _},
 };
 
 /// A pool of `slots` slots, whose adapters have two granules each, and its world.
-fn pool(slots: usize) -> (Core, World) {
+fn pool(slots: usize) -> (Core, TestDevice) {
     let granules = 2 * slots;
     let limits = Limits {
         num_slots: slots,
@@ -17,7 +17,7 @@ fn pool(slots: usize) -> (Core, World) {
         host_bytes: 8 * granules * GRANULE_BYTES,
         max_reads: 2,
     };
-    (Core::new(limits).unwrap(), World::new(1, slots, [granules, 8 * granules], true))
+    (Core::new(limits).unwrap(), TestDevice::new(1, slots, [granules, 8 * granules], true))
 }
 
 fn register(core: &mut Core) -> AdapterId {
@@ -31,7 +31,7 @@ fn register_as(core: &mut Core, is_exact: bool) -> AdapterId {
 }
 
 /// Ends the first read, and tells the pool.
-fn end_read(core: &mut Core, world: &mut World, is_good: bool) {
+fn end_read(core: &mut Core, world: &mut TestDevice, is_good: bool) {
     world.tell_read(0, is_good);
     while let Some(read) = world.next_read() {
         core.has_read(read, world);
@@ -39,7 +39,7 @@ fn end_read(core: &mut Core, world: &mut World, is_good: bool) {
 }
 
 /// Reads and copies an adapter.
-fn load(core: &mut Core, world: &mut World, id: AdapterId) {
+fn load(core: &mut Core, world: &mut TestDevice, id: AdapterId) {
     core.retry(id, world).unwrap();
     while world.num_reads() > 0 {
         end_read(core, world, true);
@@ -48,7 +48,7 @@ fn load(core: &mut Core, world: &mut World, id: AdapterId) {
 }
 
 /// Runs the streams, and tells the pool, until nothing is left.
-fn run(core: &mut Core, world: &mut World) {
+fn run(core: &mut Core, world: &mut TestDevice) {
     while (0..=world.num_streams()).any(|stream| world.run(stream)) {
         while let Some(number) = world.next_copied() {
             core.has_copied(number);
@@ -62,7 +62,7 @@ fn tier(core: &Core, id: AdapterId) -> Tier {
 }
 
 /// Leases an adapter, launches on it, ends the lease, and runs everything.
-fn launch(core: &mut Core, world: &mut World, id: AdapterId) {
+fn launch(core: &mut Core, world: &mut TestDevice, id: AdapterId) {
     let granted = core.prepare(&[id], StreamId::FIRST, world).unwrap()[0];
     world.point(&[granted], StreamId::FIRST).unwrap();
     world.launch(StreamId::FIRST, granted.slot, id);
@@ -172,7 +172,7 @@ fn a_read_takes_room_in_turn() {
 fn a_batch_keeps_what_it_has_in_host_memory() {
     let bytes = 2 * GRANULE_BYTES;
     let limits = Limits { num_slots: 2, arena_bytes: 2 * bytes, host_bytes: bytes, max_reads: 2 };
-    let (mut core, mut world) = (Core::new(limits).unwrap(), World::new(1, 2, [4, 2], false));
+    let (mut core, mut world) = (Core::new(limits).unwrap(), TestDevice::new(1, 2, [4, 2], false));
     let others = [(); 2].map(|()| register(&mut core));
     others.iter().for_each(|&id| load(&mut core, &mut world, id));
     let granted = core.prepare(&others, StreamId::FIRST, &mut world).unwrap();

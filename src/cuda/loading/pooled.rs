@@ -10,20 +10,20 @@ use super::{LaunchError, WeightTable, table::Shared};
 use crate::{Slot, copies::Arena as _, error::OperandError};
 
 impl WeightTable {
-    /// Points a slot to the block and the descriptors of an adapter, in stream order, after `copied`.
-    pub(super) fn flip(&self, slot: Slot, flip: &Flip<'_>) -> Result<(), LaunchError> {
+    /// Points a slot to the block and the descriptors of an adapter, in stream order, after its copy.
+    pub(super) fn point(&self, slot: Slot, content: &Content) -> Result<(), LaunchError> {
         let Shared { queue, slots, .. } = &*self.shared;
         let Some(index) = slot.index() else { return Ok(()) };
         let _entered = queue.enter()?;
         let mut blocks = slots.lock();
         slots.changing(&mut blocks, index, || {
-            queue.stream().wait(flip.copied)?;
+            queue.stream().wait(&content.copied)?;
             let row = self.shared.row(index);
             // SAFETY: the block ends with a row of this table's length, and is not overwritten before a commit of the stream.
-            unsafe { result::memcpy_dtod_async(row.ptr, flip.row, row.bytes, queue.stream().cu_stream()) }?;
+            unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(())
         })?;
-        let replaced = slots.replace(&mut blocks, slot, flip.bytes, flip.max_rank, None);
+        let replaced = slots.replace(&mut blocks, slot, content.bytes, content.max_rank, None);
         replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: index, max: slots.len() }.into())
     }
 
@@ -49,10 +49,11 @@ impl WeightTable {
     }
 }
 
-/// What a slot is pointed to.
-pub(super) struct Flip<'a> {
+/// The block of a slot.
+#[derive(Debug)]
+pub(super) struct Content {
     /// The end of the copy of block and row.
-    pub(super) copied: &'a CudaEvent,
+    pub(super) copied: Arc<CudaEvent>,
     /// Address of the descriptors.
     pub(super) row: u64,
     /// Size of the image.

@@ -94,10 +94,10 @@ impl Bounds {
     }
 }
 
-/// The slots of a table. Blocks are behind a lock; generations are atomic, so that `check` takes no lock.
+/// The slots of a table. Contents are behind a lock; generations are atomic, so that `check` takes no lock.
 #[derive(Debug)]
 pub(crate) struct Slots<B> {
-    blocks: Mutex<Blocks<B>>,
+    blocks: Mutex<Contents<B>>,
     /// The generation of each slot; 0 if it is empty.
     generations: Box<[AtomicU64]>,
     /// Whether a pool has the slots. It is set once, under the lock.
@@ -106,7 +106,7 @@ pub(crate) struct Slots<B> {
 
 /// The content of the slots.
 #[derive(Debug)]
-pub(crate) struct Blocks<B> {
+pub(crate) struct Contents<B> {
     all: Vec<Option<(SlotInfo, B)>>,
     last_generation: u64,
 }
@@ -114,7 +114,7 @@ pub(crate) struct Blocks<B> {
 impl<B> Slots<B> {
     pub(crate) fn new(num_slots: usize) -> Self {
         Self {
-            blocks: Mutex::new(Blocks { all: (0..num_slots).map(|_| None).collect(), last_generation: 0 }),
+            blocks: Mutex::new(Contents { all: (0..num_slots).map(|_| None).collect(), last_generation: 0 }),
             generations: (0..num_slots).map(|_| AtomicU64::new(0)).collect(),
             is_claimed: AtomicBool::new(false),
         }
@@ -141,7 +141,7 @@ impl<B> Slots<B> {
 
     /// Locks the blocks. A panic of another thread cannot leave them inconsistent, because each change is the last step of its
     /// call.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Blocks<B>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Contents<B>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -160,7 +160,7 @@ impl<B> Slots<B> {
     #[cfg(feature = "cuda")]
     pub(crate) fn changing<E>(
         &self,
-        _blocks: &mut Blocks<B>,
+        _blocks: &mut Contents<B>,
         index: usize,
         change: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
@@ -171,7 +171,7 @@ impl<B> Slots<B> {
     /// Stores a block in a slot and returns the previous block.
     pub(crate) fn replace(
         &self,
-        blocks: &mut Blocks<B>,
+        blocks: &mut Contents<B>,
         slot: Slot,
         bytes: usize,
         max_rank: usize,
@@ -186,7 +186,7 @@ impl<B> Slots<B> {
     }
 
     /// Removes the block of a slot.
-    pub(crate) fn take(&self, blocks: &mut Blocks<B>, slot: Slot) -> Result<Option<B>, SlotError> {
+    pub(crate) fn take(&self, blocks: &mut Contents<B>, slot: Slot) -> Result<Option<B>, SlotError> {
         let index = self.index(slot)?;
         self.generations[index].store(0, Ordering::SeqCst);
         Ok(blocks.all[index].take().map(|(_, block)| block))
@@ -204,7 +204,7 @@ impl<B> Slots<B> {
     }
 }
 
-impl<B> Blocks<B> {
+impl<B> Contents<B> {
     pub(crate) fn get(&self, index: usize) -> Option<&B> {
         self.all.get(index)?.as_ref().map(|(_, block)| block)
     }

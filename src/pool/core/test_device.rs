@@ -45,7 +45,7 @@ enum Work {
     EndCopy(Copy),
     EndParts(Copy),
     /// Points the slot's row of this stream to a block, which has this adapter.
-    Flip(usize, Range<usize>, AdapterId),
+    Point(usize, Range<usize>, AdapterId),
     /// Empties the slot's row of this stream.
     Clear(usize),
     /// Reads the slot, which must have this adapter.
@@ -70,7 +70,7 @@ struct Reading {
 /// The block that a row points to, and its adapter.
 type Row = (Range<usize>, AdapterId);
 
-pub(super) struct World {
+pub(super) struct TestDevice {
     /// The compute streams, then the transfer stream.
     streams: Vec<VecDeque<Work>>,
     reads: Vec<Reading>,
@@ -81,7 +81,7 @@ pub(super) struct World {
     /// By stream: rows that were to be emptied, and that have been.
     clears: Vec<[usize; 2]>,
     /// By stream and slot: the copy that was enqueued last for the row.
-    flipped: Vec<Vec<u64>>,
+    pointed: Vec<Vec<u64>>,
     copies: Vec<Copy>,
     /// Whether the end of a copy has been enqueued, by number from 1.
     enqueued: Vec<bool>,
@@ -103,7 +103,7 @@ pub(super) struct World {
     pub(super) wrong: Option<String>,
 }
 
-impl World {
+impl TestDevice {
     pub(super) fn new(
         streams: usize,
         slots: usize,
@@ -117,7 +117,7 @@ impl World {
             host: vec![0; host_granules],
             rows: vec![vec![None; slots]; streams],
             clears: vec![[0; 2]; streams],
-            flipped: vec![vec![0; slots]; streams],
+            pointed: vec![vec![0; slots]; streams],
             copies: Vec::new(),
             enqueued: Vec::new(),
             copied: Vec::new(),
@@ -139,18 +139,18 @@ impl World {
     /// Enqueues what a lease needs.
     fn lease(&mut self, stream: StreamId, granted: Granted) {
         let Granted { slot, number, .. } = granted;
-        if self.flipped[stream.0][slot] == number {
+        if self.pointed[stream.0][slot] == number {
             return;
         }
         let row = if self.keeps(Obligation::RowOfStream) { stream.0 } else { 0 };
-        self.flipped[row][slot] = number;
+        self.pointed[row][slot] = number;
         let copy = &self.copies[index(number)];
-        let flip = Work::Flip(slot, granules(&copy.to), copy.id);
+        let point = Work::Point(slot, granules(&copy.to), copy.id);
         // A stream does not wait for an event that has not been recorded.
         if self.keeps(Obligation::CopyFirst) && self.enqueued[index(number)] {
             self.streams[stream.0].push_back(Work::WaitForCopy(number));
         }
-        self.streams[stream.0].push_back(flip);
+        self.streams[stream.0].push_back(point);
     }
 
     pub(super) fn launch(&mut self, stream: StreamId, slot: usize, id: AdapterId) {
@@ -229,7 +229,7 @@ impl World {
         }
         match self.streams[stream].pop_front() {
             None | Some(Work::WaitForCopy(_) | Work::WaitForClear(..)) => {}
-            Some(Work::Flip(slot, range, id)) => self.rows[stream][slot] = Some((range, id)),
+            Some(Work::Point(slot, range, id)) => self.rows[stream][slot] = Some((range, id)),
             Some(Work::Clear(slot)) => {
                 self.rows[stream][slot] = None;
                 self.clears[stream][1] += 1;
@@ -301,7 +301,7 @@ impl World {
 }
 
 /// Tests register adapters with the [core](super::Core).
-impl Backend for World {
+impl Backend for TestDevice {
     type Source = ();
     type Weights = ();
     type Batch<'a> = ();
@@ -392,8 +392,8 @@ impl Backend for World {
         }
         let keeps = self.keeps(Obligation::ClearFirst);
         let Some((transfer, lanes)) = self.streams.split_last_mut() else { return };
-        for (stream, (lane, flipped)) in lanes.iter_mut().zip(&mut self.flipped).enumerate() {
-            if std::mem::take(&mut flipped[slot]) != 0 && keeps {
+        for (stream, (lane, pointed)) in lanes.iter_mut().zip(&mut self.pointed).enumerate() {
+            if std::mem::take(&mut pointed[slot]) != 0 && keeps {
                 let [enqueued, _] = &mut self.clears[stream];
                 *enqueued += 1;
                 lane.push_back(Work::Clear(slot));

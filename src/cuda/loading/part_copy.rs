@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaEvent, result};
 
-use super::{LaunchError, Queue, capturing::Relaxed, own_stream::OwnStream};
+use super::{LaunchError, OwnStream, Queue, Relaxed};
 use crate::copies::Copies;
 
 /// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
 /// the copy at any time.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct PartCopy {
     /// Of the context.
     queue: Queue,
     /// Address of the block.
@@ -28,7 +28,7 @@ struct State {
     is_revoked: bool,
 }
 
-impl Parts {
+impl PartCopy {
     pub(super) fn new(queue: &Queue, stream: &Arc<OwnStream>, block: u64) -> Result<Self, LaunchError> {
         let copies = Copies::begin(stream, queue.new_event()?);
         let copied = Arc::clone(copies.end_event());
@@ -104,17 +104,17 @@ impl Parts {
 /// The reading end of a copy. Unless it is sealed, its drop revokes the copy and blocks the thread until the parts have run, so that the
 /// host memory can be used again.
 #[derive(Debug)]
-pub(super) struct Unsealed(pub(super) Option<Arc<Parts>>);
+pub(super) struct Unsealed(pub(super) Option<Arc<PartCopy>>);
 
 impl Unsealed {
     /// The copy, if there is one.
-    pub(super) fn parts(&self) -> Option<&Parts> {
+    pub(super) fn parts(&self) -> Option<&PartCopy> {
         self.0.as_deref()
     }
 
     /// Takes note of the last part.
     pub(super) fn seal(mut self) -> Result<(), LaunchError> {
-        self.parts().map_or(Ok(()), Parts::complete)?;
+        self.parts().map_or(Ok(()), PartCopy::complete)?;
         self.0 = None;
         Ok(())
     }
