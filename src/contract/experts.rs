@@ -3,7 +3,7 @@ use crate::{
     DType,
     error::OperandError,
     model::{Activation, ExpertsId, ExpertsSite, Model, ModelId},
-    plan::{Capacity, ExpertsPlan, PlanError},
+    plan::{Capacity, Device, ExpertsPlan, PlanError},
 };
 
 /// The experts of a layer.
@@ -40,9 +40,15 @@ pub(crate) enum ExpertsForm {
 }
 
 impl Experts {
-    pub(crate) fn new(model: &Model, id: ExpertsId, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+    pub(crate) fn new(
+        model: &Model,
+        id: ExpertsId,
+        dtype: DType,
+        capacity: Capacity,
+        device: Device,
+    ) -> Result<Self, PlanError> {
         let site = model.experts(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = ExpertsPlan::new(&site, dtype, capacity)?;
+        let plan = ExpertsPlan::new(&site, dtype, capacity)?.on(device);
         Ok(Self { model: model.id(), site, plan })
     }
 

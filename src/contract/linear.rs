@@ -3,7 +3,7 @@ use crate::{
     DType, Slices,
     error::OperandError,
     model::{LinearId, LinearSite, Model, ModelId, SliceSite},
-    plan::{Capacity, LinearPlan, PlanError},
+    plan::{Capacity, Device, LinearPlan, PlanError},
 };
 
 /// A linear layer.
@@ -15,9 +15,15 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    pub(crate) fn new(model: &Model, id: LinearId, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+    pub(crate) fn new(
+        model: &Model,
+        id: LinearId,
+        dtype: DType,
+        capacity: Capacity,
+        device: Device,
+    ) -> Result<Self, PlanError> {
         let site = model.linear(id).ok_or(PlanError::Foreign)?.clone();
-        let plan = LinearPlan::new(&site, dtype, capacity)?;
+        let plan = LinearPlan::new(&site, dtype, capacity)?.on(device);
         Ok(Self { model: model.id(), site, plan })
     }
 

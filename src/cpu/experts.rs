@@ -6,7 +6,7 @@ use crate::{
     contract::{self, ExpertsForm},
     error::OperandError,
     model::{Activation, ExpertsId, ProjectionSite},
-    plan::{ExpertsPlan, PlanError},
+    plan::{Device, ExpertsPlan, PlanError},
     routing::TopK,
 };
 
@@ -115,7 +115,7 @@ impl LoraExperts {
     /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the kernels
     /// of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
-        let contract = contract::Experts::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        let contract = contract::Experts::new(weights.model(), id, weights.dtype(), weights.capacity(), Device::H100)?;
         Ok(Self { contract })
     }
 

@@ -5,7 +5,7 @@ use crate::{
     Element, Slices, contract,
     error::OperandError,
     model::{Activation, LinearId},
-    plan::{LinearPlan, PlanError},
+    plan::{Device, LinearPlan, PlanError},
 };
 
 /// The LoRA operations of one linear layer.
@@ -21,7 +21,7 @@ impl LoraLinear {
     /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully sharded,
     /// [`PlanError::Limit`] if the kernels of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
-        let contract = contract::Linear::new(weights.model(), id, weights.dtype(), weights.capacity())?;
+        let contract = contract::Linear::new(weights.model(), id, weights.dtype(), weights.capacity(), Device::H100)?;
         Ok(Self { contract })
     }
 

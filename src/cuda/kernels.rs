@@ -133,8 +133,12 @@ fn describe(device: sys::CUdevice) -> Result<Device, LaunchError> {
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let shared_bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-    Ok(Device { compute_capability: (major, minor), shared_bytes: usize::try_from(shared_bytes).unwrap_or(0) })
+    let size = |attribute_of| Ok::<_, LaunchError>(usize::try_from(attribute(attribute_of)?).unwrap_or(0));
+    Ok(Device {
+        compute_capability: (major, minor),
+        multiprocessors: size(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes: size(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+    })
 }
 
 /// Converts a status of the C ABI.

@@ -4,13 +4,13 @@ use std::fmt;
 
 use super::{
     capacity::{Capacity, RouteCapacity},
+    device::Device,
     error::PlanError,
     thresholds::{
-        GroupedBy, K_TILE, K_TILES_PER_SLAB, MULTIPROCESSORS, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE,
-        TOKENS_PER_TILE, WIDE_TILE,
+        GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
         experts::{
-            EXPAND_PIECES, MAX_WIDE_EXPAND, MAX_WIDE_SHRINK, MIN_OUTS_PER_WARP, SHRINK_PIECES, WIDE_OUTS, max_blocks,
-            outs_per_warp,
+            EXPAND_PIECES, MIN_OUTS_PER_WARP, SHRINK_PIECES, WIDE_OUTS, max_blocks, max_blocks_beside_base,
+            max_wide_expand, max_wide_shrink, outs_per_warp,
         },
         is_staged,
         linear::LARGE_M_RANK_TILES,
@@ -37,6 +37,7 @@ pub struct ExpertsPlan {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ProjectionPlan {
     capacity: Capacity,
+    device: Device,
     num_experts: usize,
     in_features: usize,
     num_slices: usize,
@@ -75,7 +76,7 @@ pub(crate) struct ProjectionLaunch {
 }
 
 impl ExpertsPlan {
-    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token.
+    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token, on an H100.
     ///
     /// # Errors
     /// [`PlanError::NoTopK`] if the site has no number of experts per token, [`PlanError::Limit`] if the kernels do not support a size
@@ -89,6 +90,7 @@ impl ExpertsPlan {
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
             capacity,
+            device: Device::H100,
             num_experts,
             in_features: site.in_features(),
             num_slices: site.num_slices(),
@@ -98,6 +100,14 @@ impl ExpertsPlan {
         };
         let (gate_up, down) = (projection(site.gate_up(), true), projection(site.down(), false));
         Ok(Self { dtype, capacity, top_k, gate_up, down })
+    }
+
+    /// The same experts on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
+    #[must_use]
+    pub fn on(self, device: Device) -> Self {
+        let device = device.with_one();
+        let (gate_up, down) = (ProjectionPlan { device, ..self.gate_up }, ProjectionPlan { device, ..self.down });
+        Self { gate_up, down, ..self }
     }
 
     /// Workspace for any batch within the capacity, for both projections.
@@ -165,7 +175,7 @@ impl ProjectionPlan {
     /// front or not.
     #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
     pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy, beside_base: bool) -> ProjectionLaunch {
-        let num_routes = num_tokens * top_k;
+        let (num_routes, multiprocessors) = (num_tokens * top_k, self.device.multiprocessors);
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
             let tiles = self.max_tiles(WIDE_TILE, num_routes);
@@ -173,8 +183,8 @@ impl ProjectionPlan {
             let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
             GridSizes {
-                shrink: ((tiles + of_tokens) * shrink_pieces).min(MAX_WIDE_SHRINK),
-                expand: (tiles * expand_pieces).min(MAX_WIDE_EXPAND),
+                shrink: ((tiles + of_tokens) * shrink_pieces).min(max_wide_shrink(multiprocessors)),
+                expand: (tiles * expand_pieces).min(max_wide_expand(multiprocessors)),
                 outs: WIDE_OUTS,
             }
         });
@@ -192,8 +202,8 @@ impl ProjectionPlan {
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
-        let max_small = max_blocks(grouped_by);
-        let max_expand = if beside_base { 2 * MULTIPROCESSORS } else { max_small };
+        let max_small = max_blocks(grouped_by, multiprocessors);
+        let max_expand = if beside_base { max_blocks_beside_base(multiprocessors) } else { max_small };
         // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
         let max_shrink = max_small - usize::from(grouped_by == GroupedBy::FirstOperation);
         // At least all pieces of one tile.
@@ -248,7 +258,7 @@ mod tests {
     use crate::{
         DType,
         model::{Experts, Halves, ModelSpec, TpRank},
-        plan::Capacity,
+        plan::{Capacity, Device},
     };
 
     fn plan(experts: Experts, capacity: Capacity) -> ExpertsPlan {
@@ -334,6 +344,12 @@ mod tests {
             (printed(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
             (printed(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
         ];
+        let smaller = qwen3(4, 16).on(Device { multiprocessors: 66, ..Device::H100 });
+        assert_eq!(printed(&smaller, 8, 8, Routes), "66 + 66 of 32; 64 + 66 of 32");
+        assert_eq!(
+            printed(&smaller, 129, 8, Slices),
+            "132 + 132 of 128 | 528 + 594 of 1024; 132 + 132 of 128 | 522 + 594 of 1024"
+        );
         for (number, (printed, expected)) in launches.into_iter().enumerate() {
             assert_eq!(printed, expected, "launch {number}");
         }

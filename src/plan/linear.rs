@@ -9,13 +9,13 @@ use super::thresholds::{
 };
 use super::{
     capacity::Capacity,
+    device::Device,
     error::PlanError,
     thresholds::{
-        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAX_GRID_X, MAX_GRID_Y, MULTIPROCESSORS, RANK_TILE, SMALL_M,
-        WIDE_TILE, is_staged,
+        K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAX_GRID_X, MAX_GRID_Y, RANK_TILE, SMALL_M, WIDE_TILE, is_staged,
         linear::{
             LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
-            MAX_LARGE_M_OUTS, MIN_EXPAND_BLOCKS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time,
+            MAX_LARGE_M_OUTS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time, min_expand_blocks,
             resident_expand,
         },
     },
@@ -34,10 +34,11 @@ pub struct LinearPlan {
     in_features: usize,
     out_features: Vec<usize>,
     capacity: Capacity,
+    device: Device,
 }
 
 impl LinearPlan {
-    /// Plans a layer for batches within `capacity`.
+    /// Plans a layer for batches within `capacity`, on an H100.
     ///
     /// # Errors
     /// [`PlanError::Limit`] if the kernels do not support a size or a bound, [`PlanError::FullySharded`] if the layer is fully sharded.
@@ -51,9 +52,15 @@ impl LinearPlan {
         if value > max {
             return Err(PlanError::Limit { what: "in_features", value, max });
         }
-        let plan = Self { dtype, in_features: site.in_features(), out_features, capacity };
+        let plan = Self { dtype, in_features: site.in_features(), out_features, capacity, device: Device::H100 };
         check_outputs(&plan.out_features, capacity, plan.rank_tiles().div_ceil(SMALL_M_RANK_TILES) * plan.num_slabs())?;
         Ok(plan)
+    }
+
+    /// The same layer on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
+    #[must_use]
+    pub fn on(self, device: Device) -> Self {
+        Self { device: device.with_one(), ..self }
     }
 
     /// Whether the layer works on wide tiles. Both ways are bit-identical.
@@ -95,13 +102,14 @@ impl LinearPlan {
         } else {
             (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1)
         };
+        let places = (self.device.multiprocessors, per_multiprocessor);
         let splits = self.num_splits(num_tokens);
         let tiles = likely_tiles(num_tokens, max_tiles);
         let time = |splits_per_block: usize| -> usize {
             let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
             let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
             let wave = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
-            tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, per_multiprocessor, wave)).iter().sum()
+            tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, places, wave)).iter().sum()
         };
         (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
     }
@@ -109,7 +117,7 @@ impl LinearPlan {
     /// Outputs of one slice per expand block.
     pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let wide_tokens = self.is_large_m(num_tokens).then_some(num_tokens);
-        outs_per_block(&self.out_features, self.capacity.max_rank, wide_tokens, max_tiles)
+        outs_per_block(&self.out_features, self.capacity.max_rank, wide_tokens, max_tiles, self.device)
     }
 
     /// The most small tiles of a batch of few slots, of at most `max_tiles`.
@@ -122,10 +130,12 @@ impl LinearPlan {
     #[cfg(feature = "cuda")]
     pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
+        let multiprocessors = self.device.multiprocessors;
         if self.is_large_m(num_tokens) && is_staged(max_rank) {
-            return wide_outs(features, RESIDENT_SILU_MUL, max_rank, num_tokens, max_tiles);
+            return wide_outs(features, (multiprocessors, RESIDENT_SILU_MUL), max_rank, num_tokens, max_tiles);
         }
-        small_outs(features, LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank), max_tiles)
+        let step = (LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank));
+        small_outs(features, step, max_tiles, multiprocessors)
     }
 
     /// Splits of a token's input features, whose sums expand adds up.
@@ -230,17 +240,19 @@ pub(crate) fn outs_per_block(
     max_rank: usize,
     wide_tokens: Option<usize>,
     tiles: usize,
+    device: Device,
 ) -> usize {
+    let multiprocessors = device.with_one().multiprocessors;
     if let Some(tokens) = wide_tokens.filter(|_| is_staged(max_rank)) {
-        return wide_outs(out_features, resident_expand(max_rank), max_rank, tokens, tiles);
+        return wide_outs(out_features, (multiprocessors, resident_expand(max_rank)), max_rank, tokens, tiles);
     }
-    small_outs(out_features, SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank), tiles)
+    small_outs(out_features, (SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank)), tiles, multiprocessors)
 }
 
-/// The outputs per block that take least time on wide tiles, with up to `per_multiprocessor` blocks on a multiprocessor.
+/// The outputs per block that take least time on wide tiles. The places are those of [`time_of_waves`].
 fn wide_outs(
     out_features: &[usize],
-    per_multiprocessor: usize,
+    places: (usize, usize),
     max_rank: usize,
     tokens: usize,
     max_tiles: usize,
@@ -249,7 +261,7 @@ fn wide_outs(
     let time = |outs: usize| -> usize {
         let blocks_of_tile = out_blocks(out_features, outs);
         let wave = |resident: usize| LARGE_M_START + max_rank + outs / LARGE_M_OUTS * large_m_outs_time(resident);
-        tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, per_multiprocessor, wave)).iter().sum()
+        tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, places, wave)).iter().sum()
     };
     (LARGE_M_OUTS..=MAX_LARGE_M_OUTS).step_by(LARGE_M_OUTS).min_by_key(|&outs| time(outs)).expect("there is a size")
 }
@@ -261,18 +273,27 @@ fn likely_tiles(tokens: usize, max_tiles: usize) -> [usize; 3] {
     [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots))
 }
 
-/// The time of blocks that run in waves of as many as the device holds. `wave` is the time of a wave with so many blocks on a
-/// multiprocessor.
-fn time_of_waves(blocks: usize, per_multiprocessor: usize, wave: impl Fn(usize) -> usize) -> usize {
-    let places = per_multiprocessor * MULTIPROCESSORS;
+/// The time of blocks that run in waves of as many as the device holds: on so many multiprocessors, up to so many on each. `wave` is the
+/// time of a wave with so many blocks on a multiprocessor.
+fn time_of_waves(
+    blocks: usize,
+    (multiprocessors, per_multiprocessor): (usize, usize),
+    wave: impl Fn(usize) -> usize,
+) -> usize {
+    let places = per_multiprocessor * multiprocessors;
     let (full, rest) = (blocks / places, blocks % places);
-    full * wave(per_multiprocessor) + if rest > 0 { wave(rest.div_ceil(MULTIPROCESSORS)) } else { 0 }
+    full * wave(per_multiprocessor) + if rest > 0 { wave(rest.div_ceil(multiprocessors)) } else { 0 }
 }
 
 /// The outputs per block on small tiles: a multiple of `step` outputs, which have `step_bytes` of B.
-fn small_outs(out_features: &[usize], step: usize, step_bytes: usize, tiles: usize) -> usize {
+fn small_outs(
+    out_features: &[usize],
+    (step, step_bytes): (usize, usize),
+    tiles: usize,
+    multiprocessors: usize,
+) -> usize {
     let mut steps = (MAX_B_BYTES / step_bytes).max(1);
-    while steps > 1 && out_blocks(out_features, steps * step) * tiles < MIN_EXPAND_BLOCKS {
+    while steps > 1 && out_blocks(out_features, steps * step) * tiles < min_expand_blocks(multiprocessors) {
         steps /= 2;
     }
     steps * step
@@ -312,7 +333,13 @@ mod tests {
         max_rank: usize,
     ) -> LinearPlan {
         let capacity = Capacity { max_tokens, num_slots, max_rank };
-        LinearPlan { dtype: DType::BF16, in_features, out_features: out_features.to_vec(), capacity }
+        LinearPlan {
+            dtype: DType::BF16,
+            in_features,
+            out_features: out_features.to_vec(),
+            capacity,
+            device: Device::H100,
+        }
     }
 
     /// The batches of the GPU test `several_splits_of_a_block`.

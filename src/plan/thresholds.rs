@@ -31,9 +31,6 @@ pub(super) const WORD_BYTES: usize = ffi::ARIL_WORD_BYTES as usize;
 /// Warps in a block of the small-tile kernels.
 const WARPS: usize = ffi::ARIL_WARPS as usize;
 
-/// Multiprocessors of the H100 SXM, and of the H200.
-pub(super) const MULTIPROCESSORS: usize = 132;
-
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
 /// much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
 ///
@@ -77,7 +74,7 @@ pub(super) const ONE_BLOCK_ROUTES: usize = ffi::ARIL_ONE_BLOCK_ROUTES as usize;
 
 /// How a linear layer's launches are sized.
 pub(super) mod linear {
-    use super::{K_TILES_PER_SLAB, MULTIPROCESSORS, WARPS};
+    use super::{K_TILES_PER_SLAB, WARPS};
     use crate::ffi;
 
     /// Rank tiles, over all slices, of a shrink block (small_m) and of a warpgroup (large_m).
@@ -135,13 +132,16 @@ pub(super) mod linear {
     pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
     /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
     pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
-    /// Expand blocks shrink until there are this many. 264 has a better mean over all workloads than 132, 400 or 528.
-    pub(in crate::plan) const MIN_EXPAND_BLOCKS: usize = 2 * MULTIPROCESSORS;
+    /// Expand blocks shrink until there are this many. On 132 multiprocessors, 264 has a better mean over all workloads than 132, 400 or
+    /// 528.
+    pub(in crate::plan) const fn min_expand_blocks(multiprocessors: usize) -> usize {
+        2 * multiprocessors
+    }
 }
 
 /// How the launches of a projection of experts are sized.
 pub(super) mod experts {
-    use super::{GroupedBy, K_TILES_PER_SLAB, MULTIPROCESSORS, WARPS};
+    use super::{GroupedBy, K_TILES_PER_SLAB, WARPS};
     use crate::ffi;
 
     /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at a time.
@@ -162,19 +162,27 @@ pub(super) mod experts {
     /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself, so that both
     /// are resident at once, and two otherwise: up to 15 % faster each. Beside the base operation in front, expand has two in any case:
     /// what a warp does behind that operation is shorter.
-    pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy) -> usize {
+    pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy, multiprocessors: usize) -> usize {
         match grouped_by {
-            GroupedBy::EachOperation => MULTIPROCESSORS,
-            GroupedBy::FirstOperation | GroupedBy::Kernel => 2 * MULTIPROCESSORS,
+            GroupedBy::EachOperation => multiprocessors,
+            GroupedBy::FirstOperation | GroupedBy::Kernel => 2 * multiprocessors,
         }
+    }
+    /// The most blocks of expand beside the base operation.
+    pub(in crate::plan) const fn max_blocks_beside_base(multiprocessors: usize) -> usize {
+        2 * multiprocessors
     }
 
     /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or 256.
     pub(in crate::plan) const WIDE_OUTS: usize = 1024;
     /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in work; twice as
     /// many are no faster, and take longer to find that they have none.
-    pub(in crate::plan) const MAX_WIDE_SHRINK: usize = 8 * MULTIPROCESSORS;
-    pub(in crate::plan) const MAX_WIDE_EXPAND: usize = 9 * MULTIPROCESSORS;
+    pub(in crate::plan) const fn max_wide_shrink(multiprocessors: usize) -> usize {
+        8 * multiprocessors
+    }
+    pub(in crate::plan) const fn max_wide_expand(multiprocessors: usize) -> usize {
+        9 * multiprocessors
+    }
 }
 
 /// The largest number of tokens of a fused linear.
@@ -200,8 +208,7 @@ pub(super) mod mode {
 
 /// How a fused linear is launched.
 pub(super) mod forward {
-    use super::MULTIPROCESSORS;
-    use crate::{DType, ffi};
+    use crate::{DType, ffi, plan::Device};
 
     /// Rows of a unit of W, and those that the rows of a slice are padded to.
     pub(in crate::plan) const UNIT_ROWS: usize = ffi::ARIL_FORWARD_UNIT_ROWS as usize;
@@ -232,6 +239,7 @@ pub(super) mod forward {
     /// than a GEMM and `add_delta` (`benches/record/designs.md`, "A fused linear for decode").
     pub(in crate::plan) const TOKENS_WITHOUT_WGMMA: usize = 32;
 
-    /// Blocks of a launch, unless the layer is very large. It is the same on every device, because the order of sums depends on it.
-    pub(in crate::plan) const BLOCKS: usize = MULTIPROCESSORS;
+    /// Blocks of a launch, unless the layer is very large. They are those of an H100 on every device, because the order of sums depends on
+    /// them.
+    pub(in crate::plan) const BLOCKS: usize = Device::H100.multiprocessors;
 }

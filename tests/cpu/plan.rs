@@ -3,7 +3,9 @@
 use aril::{
     DType,
     model::{Experts, Halves, Linear, LinearSite, MAX_RANK, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError, RouteCapacity},
+    plan::{
+        Capacity, Device, ExpertsPlan, ForwardPlan, LinearPlan, MAX_FORWARD_TOKENS, MAX_SLOTS, PlanError, RouteCapacity,
+    },
 };
 use proptest::prelude::*;
 
@@ -262,6 +264,37 @@ fn a_plan_says_what_it_will_launch() {
              outputs, 0 + 32 bytes of workspace",
         ]
     );
+}
+
+/// A smaller device has fewer blocks, each of more outputs. The splits and the workspace are those of an H100.
+#[test]
+fn the_blocks_of_expand_fill_the_multiprocessors() {
+    let few = plan(4096, &[4096], DType::BF16, Capacity::tokens(16).slots(1).rank(16)).unwrap();
+    let many = plan(4096, &[4096], DType::BF16, Capacity::tokens(2048).slots(8).rank(64)).unwrap();
+    let on = |plan: &LinearPlan, multiprocessors| plan.clone().on(Device { multiprocessors, ..Device::H100 });
+    let expand = |plan: LinearPlan| {
+        let printed = plan.to_string();
+        let (_, expand) = printed.split_once(", expand ").unwrap();
+        expand.split_once(" outputs").unwrap().0.to_owned()
+    };
+    assert_eq!(
+        [132, 8, 4, 1, 0].map(|multiprocessors| expand(on(&few, multiprocessors))),
+        ["16 blocks of 256", "8 blocks of 512", "4 blocks of 1024", "2 blocks of 2048", "2 blocks of 2048"]
+    );
+    assert_eq!(
+        [132, 148].map(|multiprocessors| expand(on(&many, multiprocessors))),
+        ["7 blocks of 640", "8 blocks of 512"]
+    );
+    for plan in [few, many] {
+        let tokens = plan.capacity().max_tokens;
+        for multiprocessors in [1, 16, 148] {
+            let other = on(&plan, multiprocessors);
+            assert_eq!(other.workspace_bytes(), plan.workspace_bytes());
+            assert_eq!(other.num_splits(tokens), plan.num_splits(tokens));
+            assert_eq!(other.workspace_bytes_for(tokens), plan.workspace_bytes_for(tokens));
+        }
+        assert_eq!(on(&plan, Device::H100.multiprocessors), plan);
+    }
 }
 
 /// Adding is faster only with wide tiles, which need more than 1024 routes, ranks up to 128, and no interleaved gate and up.

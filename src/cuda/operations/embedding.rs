@@ -97,7 +97,8 @@ impl LoraEmbedding {
         self.contract.check(step.shape(), num_ids, y.shape("y")?)?;
         let (hidden, (y, y_stride)) = (site.hidden(), y.place());
         let wide_tokens = (!plan::is_small_m(batch.num_tokens)).then_some(batch.num_tokens);
-        let outs = plan::outs_per_block(&[hidden], capacity.max_rank, wide_tokens, batch.max_tiles);
+        let outs =
+            plan::outs_per_block(&[hidden], capacity.max_rank, wide_tokens, batch.max_tiles, self.kernels.device());
         Ok(ffi::aril_embedding_args {
             dtype: dtype_code(*dtype),
             num_tokens: int(batch.num_tokens)?,

@@ -172,7 +172,8 @@ impl LoraExperts {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        Ok(Self { kernels: kernels.clone(), contract: contract::Experts::new(model, id, dtype, capacity)? })
+        let contract = contract::Experts::new(model, id, dtype, capacity, kernels.device())?;
+        Ok(Self { kernels: kernels.clone(), contract })
     }
 
     /// The launch configuration. It also gives the size of the workspace.

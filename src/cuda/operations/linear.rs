@@ -56,7 +56,8 @@ impl LoraLinear {
         dtype: DType,
         capacity: Capacity,
     ) -> Result<Self, PlanError> {
-        Ok(Self { kernels: kernels.clone(), contract: contract::Linear::new(model, id, dtype, capacity)? })
+        let contract = contract::Linear::new(model, id, dtype, capacity, kernels.device())?;
+        Ok(Self { kernels: kernels.clone(), contract })
     }
 
     /// The launch configuration. It also gives the size of the workspace.
