@@ -273,7 +273,7 @@ impl<B: Backend> Member<B> {
 
     /// Takes note of what has ended on this rank.
     fn notice(&mut self, wait: Option<Duration>) {
-        self.backend.notice(wait.filter(|_| self.ended.is_empty()));
+        self.backend.notice(wait);
         while let Some(number) = self.backend.next_copied() {
             let before = self.abandoned.len();
             self.abandoned.retain(|_, abandoned| *abandoned != number);
@@ -380,7 +380,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     fn end_reads(&mut self, answers: &[Answer]) {
         let mut place = 0;
         for index in 0..MAX_READS.min(self.reading.len()) {
-            let ends: Vec<_> = answers.iter().filter_map(|answer| answer.end(index)).collect();
+            let ends: Vec<_> = answers.iter().filter_map(|answer| answer.ends().get(index).copied()).collect();
             let is_whole = |end: &End| matches!(end, End::Whole(_));
             let has_failed = ends.contains(&End::Failed);
             let has_ended = if has_failed {
@@ -465,8 +465,8 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
 }
 
 impl Answer {
-    fn end(&self, index: usize) -> Option<End> {
-        if let Self::Ends { reads, .. } = self { reads.get(index).copied() } else { None }
+    fn ends(&self) -> &[End] {
+        if let Self::Ends { reads, .. } = self { reads } else { &[] }
     }
 }
 
@@ -568,18 +568,31 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
         is_copied
     }
 
+    /// A wait goes on while ranks come nearer to the end of a read: others have yet to end what one has, or to take it back. First it is
+    /// for any read of this rank, then for those that the other ranks have ended, too.
     fn notice(&mut self, wait: Option<Duration>) {
-        self.members.iter_mut().for_each(|member| member.notice(wait));
-        if self.reading.is_empty() && self.copying.is_empty() {
-            return;
-        }
-        let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
-        let copied = self.copied;
-        let answers = self.ask(On::Ends, |member| member.ends(&reading, &copying, copied));
-        (self.reading, self.copying) = (reading, copying);
-        if let Some(answers) = answers {
+        let mut before = Vec::new();
+        loop {
+            for member in &mut self.members {
+                let enough = if before.is_empty() { 1 } else { self.reading.len() };
+                member.notice(wait.filter(|_| member.ended.len() < enough));
+            }
+            if self.reading.is_empty() && self.copying.is_empty() {
+                return;
+            }
+            let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
+            let copied = self.copied;
+            let answers = self.ask(On::Ends, |member| member.ends(&reading, &copying, copied));
+            (self.reading, self.copying) = (reading, copying);
+            let Some(answers) = answers else { return };
             self.end_copies(&answers);
             self.end_reads(&answers);
+            let ends: Vec<_> = answers.iter().flat_map(Answer::ends).copied().collect();
+            let is_under_way = ends.iter().all(|end| *end == End::UnderWay);
+            if wait.is_none() || !self.reads.is_empty() || is_under_way || ends == before {
+                return;
+            }
+            before = ends;
         }
     }
 

@@ -180,6 +180,10 @@ impl<B: Backend> AdapterPool<B> {
     /// once if none is busy.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         if self.core.reads() == 0 {
+            // The next read may begin where a copy has ended.
+            self.poll();
+        }
+        if self.core.reads() == 0 {
             return false;
         }
         let has_ended = self.notice_ends(Some(timeout));

@@ -114,7 +114,10 @@ fn the_least_recently_used_adapter_is_replaced() {
         assert_eq!((counters.reads, counters.copies, counters.evictions), (3, 4, 2));
         slots
     });
-    assert_eq!(same(slots), [Slot::new(0), Slot::new(1)]);
+    // The first slot goes to the adapter that is read first.
+    let mut slots = same(slots);
+    slots.sort_unstable();
+    assert_eq!(slots, [Slot::new(0), Slot::new(1)]);
 }
 
 /// One rank has room for a single adapter, so that all have.
@@ -187,7 +190,8 @@ fn an_adapter_that_one_rank_cannot_read_is_loaded_by_none() {
         Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
     };
     for panics in [false, true] {
-        let reasons = each_pool(&world, &[2; 3], |rank, mut pool| {
+        // A slot for each, as what is being copied is not replaced.
+        let reasons = each_pool(&world, &[3; 3], |rank, mut pool| {
             let good = register(&world, &mut pool, rank, 1.0);
             let kept = acquire(&mut pool, good).unwrap();
             let bad = match rank == 1 && panics {
@@ -414,75 +418,89 @@ proptest! {
     /// was leased.
     #[test]
     fn all_ranks_decide_the_same(calls in calls(), rooms in prop::collection::vec((1..4_usize, 1..5_usize), 2..5)) {
-        let world = World::new(rooms.len());
-        let answers = each(InProcess::group(world.size, NEVER), |rank, ranks| {
-            let (device, host) = rooms[rank];
-            let mut pool = world.pool(ranks, device, host);
-            let (mut ids, mut held, mut answers) = (Vec::new(), Vec::<(Lease, f32)>::new(), Vec::new());
-            for (index, call) in calls.iter().enumerate() {
-                if (index + rank) % 7 == 0 {
-                    thread::yield_now();
-                }
-                let of = |index: usize| ids.get(index % ids.len().max(1)).copied();
-                let answer = match call {
-                    Call::Register { is_bad } => {
-                        let value = index as f32 + 1.0;
-                        let bad_rank = index % world.size;
-                        let values = |rank| if *is_bad && rank == bad_rank { f32::NAN } else { value };
-                        let id = pool.register(source(&world, rank, values));
-                        if let Ok(id) = id {
-                            ids.push((id, value));
-                        }
-                        outcome(id.map(drop))
-                    }
-                    Call::Unregister(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unregister(id))),
-                    Call::Prepare(indices) => {
-                        let batch: Vec<_> = indices.iter().filter_map(|&index| of(index)).collect();
-                        let leases = pool.prepare(&batch.iter().map(|(id, _)| *id).collect::<Vec<_>>(), STREAM);
-                        let slots = leases.as_ref().map(|leases| leases.iter().map(Lease::slot).collect::<Vec<_>>());
-                        let answer = match &slots {
-                            Ok(slots) => format!("{slots:?}"),
-                            Err(_) => String::new(),
-                        };
-                        match leases {
-                            Ok(leases) => {
-                                held.extend(leases.into_iter().zip(batch.iter().map(|(_, value)| *value)));
-                                answer
-                            }
-                            Err(error) => outcome::<()>(Err(error)),
-                        }
-                    }
-                    Call::Prefetch(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.prefetch(id))),
-                    Call::Retry(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.retry(id))),
-                    Call::Pin(index, true) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.pin(id))),
-                    Call::Pin(index, false) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unpin(id))),
-                    Call::Drop(index) => {
-                        if !held.is_empty() {
-                            drop(held.swap_remove(index % held.len()));
-                        }
-                        String::new()
-                    }
-                    Call::Commit => outcome(pool.commit(STREAM)),
-                    Call::Wait => pool.wait(LIMIT).to_string(),
-                };
-                for (lease, value) in &held {
-                    assert_eq!(world.delta_of(&pool, lease.slot()), Ok(*value), "after {call:?}");
-                }
-                answers.push((answer, pool.snapshot().resident, pool.snapshot().host));
-            }
-            drop(mem::take(&mut held));
-            // A load that is not asked for any more ends, too.
-            while pool.wait(LIMIT) {}
-            for (id, _) in ids {
-                let _ = pool.unregister(id);
-            }
-            pool.commit(STREAM).unwrap();
-            pool.poll();
-            let snapshot = pool.snapshot();
-            answers.push((String::new(), snapshot.resident, snapshot.host));
-            assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0), "{snapshot:?}");
-            answers
-        });
-        same(answers);
+        decide_the_same(&calls, &rooms);
     }
+}
+
+/// A read that begins where something else has ended is waited for, too.
+#[test]
+fn a_wait_begins_the_reads_that_were_held_up() {
+    let registered = [true, false].map(|is_bad| Call::Register { is_bad });
+    let calls: Vec<_> = registered.into_iter().chain([Call::Prefetch(2), Call::Prepare(vec![1])]).collect();
+    for _ in 0..20 {
+        decide_the_same(&calls, &[(1, 2), (3, 2)]);
+    }
+}
+
+fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
+    let world = World::new(rooms.len());
+    let answers = each(InProcess::group(world.size, NEVER), |rank, ranks| {
+        let (device, host) = rooms[rank];
+        let mut pool = world.pool(ranks, device, host);
+        let (mut ids, mut held, mut answers) = (Vec::new(), Vec::<(Lease, f32)>::new(), Vec::new());
+        for (index, call) in calls.iter().enumerate() {
+            if (index + rank) % 7 == 0 {
+                thread::yield_now();
+            }
+            let of = |index: usize| ids.get(index % ids.len().max(1)).copied();
+            let answer = match call {
+                Call::Register { is_bad } => {
+                    let value = index as f32 + 1.0;
+                    let bad_rank = index % world.size;
+                    let values = |rank| if *is_bad && rank == bad_rank { f32::NAN } else { value };
+                    let id = pool.register(source(&world, rank, values));
+                    if let Ok(id) = id {
+                        ids.push((id, value));
+                    }
+                    outcome(id.map(drop))
+                }
+                Call::Unregister(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unregister(id))),
+                Call::Prepare(indices) => {
+                    let batch: Vec<_> = indices.iter().filter_map(|&index| of(index)).collect();
+                    let leases = pool.prepare(&batch.iter().map(|(id, _)| *id).collect::<Vec<_>>(), STREAM);
+                    let slots = leases.as_ref().map(|leases| leases.iter().map(Lease::slot).collect::<Vec<_>>());
+                    let answer = match &slots {
+                        Ok(slots) => format!("{slots:?}"),
+                        Err(_) => String::new(),
+                    };
+                    match leases {
+                        Ok(leases) => {
+                            held.extend(leases.into_iter().zip(batch.iter().map(|(_, value)| *value)));
+                            answer
+                        }
+                        Err(error) => outcome::<()>(Err(error)),
+                    }
+                }
+                Call::Prefetch(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.prefetch(id))),
+                Call::Retry(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.retry(id))),
+                Call::Pin(index, true) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.pin(id))),
+                Call::Pin(index, false) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unpin(id))),
+                Call::Drop(index) => {
+                    if !held.is_empty() {
+                        drop(held.swap_remove(index % held.len()));
+                    }
+                    String::new()
+                }
+                Call::Commit => outcome(pool.commit(STREAM)),
+                Call::Wait => pool.wait(LIMIT).to_string(),
+            };
+            for (lease, value) in &held {
+                assert_eq!(world.delta_of(&pool, lease.slot()), Ok(*value), "after {call:?}");
+            }
+            answers.push((answer, pool.snapshot().resident, pool.snapshot().host));
+        }
+        drop(mem::take(&mut held));
+        // A load that is not asked for any more ends, too.
+        while pool.wait(LIMIT) {}
+        for (id, _) in ids {
+            let _ = pool.unregister(id);
+        }
+        pool.commit(STREAM).unwrap();
+        pool.poll();
+        let snapshot = pool.snapshot();
+        answers.push((String::new(), snapshot.resident, snapshot.host));
+        assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0), "{snapshot:?}");
+        answers
+    });
+    same(answers);
 }
