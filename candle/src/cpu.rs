@@ -11,8 +11,8 @@ use aril::{
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{LinearId, Model},
     plan::Capacity,
-    slots::Resident,
     routing::Batch,
+    slots::Resident,
 };
 use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};
 

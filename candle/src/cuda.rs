@@ -11,8 +11,8 @@ use aril::{
     },
     model::{LinearId, Model},
     plan::Capacity,
-    slots::Resident,
     routing::Batch,
+    slots::Resident,
 };
 use candle_core::{
     CudaDevice, CudaStorage, DType as CandleDType, Error, Layout, Result,
