@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// Packs row-major factors in device memory into the layout of aril_descriptor.
+#pragma once
+
+#include "../aril.h"
+#include "../ptx/pdl.cuh"
+#include "descriptor.cuh"
+#include "vec.cuh"
+
+namespace aril::detail {
+
+constexpr int kPackThreads = 256;
+// Rows of cores of a thread, whose loads are in flight together.
+constexpr int kPackRows = 4;
+constexpr int kPackBlockRows = kPackThreads * kPackRows;
+
+// A row of a core: eight consecutive elements of a row of the source.
+struct CoreRow {
+  int row;
+  int col;
+};
+
+// Where row `i` of the cores of A comes from.
+__device__ __forceinline__ CoreRow row_of_a(int i, int rank_tiles) {
+  constexpr int kCores = ARIL_K_TILE / ARIL_CORE;
+  const int core = i / ARIL_CORE, tile = core / kCores;
+  return {tile % rank_tiles * ARIL_RANK_TILE + i % ARIL_CORE,
+          tile / rank_tiles * ARIL_K_TILE + core % kCores * ARIL_CORE};
+}
+
+// The same of B.
+__device__ __forceinline__ CoreRow row_of_b(int i, int rank_tiles) {
+  constexpr int kCores = ARIL_OUT_TILE / ARIL_CORE;
+  const int core = i / ARIL_CORE, tile = core / kCores, n = i % ARIL_CORE;
+  const int unit = core % kCores / 4, j = core % 4;
+  return {tile / rank_tiles * ARIL_OUT_TILE + unit * ARIL_OUT_UNIT + n / 2 * 8 + 2 * j + n % 2,
+          tile % rank_tiles * ARIL_RANK_TILE};
+}
+
+// The elements of a row of a core.
+template <typename T>
+struct alignas(16) Elements {
+  T values[ARIL_CORE];
+};
+
+template <typename S>
+__device__ __forceinline__ Elements<S> load_row(const aril_pack_factor& factor, const CoreRow& at,
+                                                bool aligned) {
+  const S* const source =
+      static_cast<const S*>(factor.source) + at.row * factor.row_stride + at.col;
+  const int valid = at.row < factor.rows ? factor.cols - at.col : 0;
+  if (aligned && valid >= ARIL_CORE) return *reinterpret_cast<const Elements<S>*>(source);
+  Elements<S> row;
+#pragma unroll
+  for (int i = 0; i < ARIL_CORE; ++i) row.values[i] = i < valid ? source[i] : from_float<S>(0.0f);
+  return row;
+}
+
+// The factor of this block: the last one that begins at or before it.
+__device__ __forceinline__ int factor_of_block(const aril_pack_args& args) {
+  int first = 0, last = args.num_factors - 1;
+  while (first < last) {
+    const int middle = (first + last + 1) / 2;
+    if (args.factors[middle].first_block <= static_cast<int>(blockIdx.x)) {
+      first = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return first;
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(kPackThreads)
+    pack_kernel(const __grid_constant__ aril_pack_args args) {
+  wait_for_predecessors();
+  const aril_pack_factor& factor = args.factors[factor_of_block(args)];
+  const bool is_b = factor.is_b != 0;
+  const int rank_tiles = ceil_div(is_b ? factor.cols : factor.rows, ARIL_RANK_TILE);
+  const bool aligned = is_aligned(static_cast<const S*>(factor.source), factor.row_stride);
+  const int begin = (static_cast<int>(blockIdx.x) - factor.first_block) * kPackBlockRows +
+                    static_cast<int>(threadIdx.x);
+  Elements<S> rows[kPackRows];
+#pragma unroll
+  for (int k = 0; k < kPackRows; ++k) {
+    const int i = begin + k * kPackThreads;
+    if (i >= factor.core_rows) continue;
+    const CoreRow at = is_b ? row_of_b(i, rank_tiles) : row_of_a(i, rank_tiles);
+    rows[k] = load_row<S>(factor, at, aligned);
+  }
+  bool finite = true;
+#pragma unroll
+  for (int k = 0; k < kPackRows; ++k) {
+    const int i = begin + k * kPackThreads;
+    if (i >= factor.core_rows) continue;
+    Elements<T> packed;
+#pragma unroll
+    for (int e = 0; e < ARIL_CORE; ++e) {
+      packed.values[e] = from_float<T>(to_float(rows[k].values[e]));
+      finite = finite && isfinite(to_float(packed.values[e]));
+    }
+    static_cast<Elements<T>*>(factor.target)[i] = packed;
+  }
+  if (!finite) atomicMin(args.not_finite, static_cast<uint32_t>(factor.number));
+}
+
+}  // namespace aril::detail
