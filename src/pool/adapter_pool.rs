@@ -176,8 +176,9 @@ impl<B: Backend> AdapterPool<B> {
         self.core.poll(&mut self.backend);
     }
 
-    /// Blocks this thread until a loader thread has finished, or for `timeout`. Returns whether one has. Returns `false` at
-    /// once if none is busy.
+    /// Blocks this thread until a read has ended, or for `timeout`. Returns whether one has. Returns `false` at once if none is under
+    /// way, also while a copy to the device is. On the ranks of a group a read ends when it has on all of them, and this may take up
+    /// to `timeout` for each step in which some come nearer to it.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         if self.core.reads() == 0 {
             // The next read may begin where a copy has ended.
