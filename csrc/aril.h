@@ -340,8 +340,8 @@ typedef struct aril_forward_args {
 // scaling * B v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one
 // rounding.
 typedef struct aril_silu_mul_args {
-  // Two slices of equal size. y is read, x is not. outs_per_block and outs_per_block_of_few are of
-  // each slice, multiples of ARIL_OUTS_LARGE_M; the choice does not change the bits.
+  // Two slices of equal size. y is read, x is not. outs_per_block is of each slice, a multiple of
+  // ARIL_OUTS_LARGE_M; the choice does not change the bits.
   aril_linear_args layer;
   void* out;  // [num_tokens, out_features of a slice]
   int64_t out_stride;

@@ -37,41 +37,6 @@ __device__ __forceinline__ aril_descriptor module_of(const aril_weights& weights
 // What stands for the modules of a table without slots.
 static __device__ const aril_descriptor kNoModule = {};
 
-// B of few slots at an entry, loaded beside the routing. A block that waits for its slot first asks
-// memory twice in turn: behind a base layer, the base weights have pushed both out of L2.
-class EarlyModule {
- public:
-  // A whole warp calls it. Lane i loads the module of slot i; no branch makes the compiler wait for
-  // it.
-  __device__ __forceinline__ EarlyModule(const aril_weights& weights, int entry)
-      : few_(weights.num_slots <= 32), entry_(entry) {
-    const int slot = few_ ? min(static_cast<int>(threadIdx.x) % 32, weights.num_slots - 1) : 0;
-    const aril_descriptor* const module =
-        weights.num_slots > 0 ? weights.table + int64_t{slot} * weights.num_entries + entry
-                              : &kNoModule;
-    b_ = reinterpret_cast<uintptr_t>(module->b);
-    rank_ = module->rank;
-    scaling_ = module->scaling;
-  }
-
-  // The module of a slot, without A.
-  __device__ __forceinline__ aril_descriptor of(const aril_weights& weights, int slot) const {
-    if (!few_) return module_of(weights, slot, entry_);
-    aril_descriptor module = {};
-    module.b = reinterpret_cast<const void*>(__shfl_sync(0xffffffffu, b_, slot));
-    module.rank = __shfl_sync(0xffffffffu, rank_, slot);
-    module.scaling = __shfl_sync(0xffffffffu, scaling_, slot);
-    if (slot < 0 || module.rank < 0 || module.rank > weights.max_rank) module.rank = 0;
-    return module;
-  }
-
- private:
-  bool few_;
-  int entry_, rank_;
-  uintptr_t b_;
-  float scaling_;
-};
-
 // Lane i of a warp gets the module of slice i.
 __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& weights, int slot,
                                                           int num_slices) {

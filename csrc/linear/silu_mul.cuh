@@ -4,11 +4,12 @@
 // Base rows take the same path without a product, so they have the same bits whether or not other
 // rows have adapters.
 //
-// Few tokens, and ranks above ARIL_STAGED_RANK: a block has a token tile and a range of features of
-// both slices; a warp takes 32 features of both at a time, which stay in registers from y to out.
-// Many tokens: the pipeline of large_m_expand.cuh, with chunks of 128 features of both slices; a
-// warpgroup multiplies 64 of each, and bulk copies move y and out in pieces of 256 bytes per row.
-// B is requested before the wait for predecessors, y and v after it.
+// Many tokens, for which it is: the pipeline of large_m_expand.cuh, with chunks of 128 features of
+// both slices; a warpgroup multiplies 64 of each, and bulk copies move y and out in pieces of 256
+// bytes per row. B is requested before the wait for predecessors, y and v after it.
+// Few tokens, and ranks above ARIL_STAGED_RANK: a block has a range of features of both slices for
+// 16 tokens at a time; a warp takes 32 features of both, which stay in registers from y to out, and
+// reads B in place.
 //
 // Bound: the bytes of B, y and out. An expand apart would move y twice more.
 #pragma once
@@ -44,10 +45,6 @@ struct GateUp {
   __device__ __forceinline__ GateUp(const aril_weights& weights, int slot)
       : modules{module_of(weights, slot, 0), module_of(weights, slot, 1)} {}
 
-  __device__ __forceinline__ GateUp(const aril_weights& weights, int slot, const EarlyModule& gate,
-                                    const EarlyModule& up)
-      : modules{gate.of(weights, slot), up.of(weights, slot)} {}
-
   __device__ __forceinline__ int rank_tiles(int slice) const {
     return ceil_div(modules[slice].rank, ARIL_RANK_TILE);
   }
@@ -78,195 +75,92 @@ struct GateUp {
   }
 };
 
-// Shared memory of a block with a token tile: B of both slices if staged, then the terms of v.
-inline int small_m_silu_mul_smem_bytes(const aril_linear_args& layer, bool staged) {
-  return 2 * small_m_expand_smem_bytes(layer.weights, layer.outs_per_block, staged);
+// Shared memory of a block of plain_silu_mul_kernel: the terms of v.
+inline int plain_silu_mul_smem_bytes(const aril_weights& weights) {
+  return 2 * small_m_expand_smem_bytes(weights, 0, false);
 }
 
-// Features [first, first + outs_per_block) of a token tile. make_v() is called after the wait for
-// predecessors; its load2(row, r) gives ranks r and r + 1 of the row's sums of both slices. `turn`
-// counts the block's calls.
-template <typename T, bool kStaged, typename MakeRow, typename MakeV>
-__device__ __forceinline__ void small_m_silu_mul(const aril_silu_mul_args& p, const TokenTile& tile,
-                                                 const GateUp& gate_up, int first,
-                                                 int outs_per_block, const MakeRow& make_row,
-                                                 unsigned char* shared, const MakeV& make_v,
-                                                 int turn = 0) {
-  constexpr int kAhead = kStaged ? 2 : 1;  // units of a warp whose y is in flight
-  __shared__ TransactionBarrier barriers[2];
+// A block's features [first, first + outs_per_block) of up to ARIL_TOKENS_PER_TILE tokens.
+// v.load2(row, r) gives ranks r and r + 1 of the row's sums of both slices.
+template <typename T, typename V>
+__device__ __forceinline__ void plain_silu_mul(const aril_silu_mul_args& p, const TokenTile& tile,
+                                               const GateUp& gate_up, int first,
+                                               unsigned char* shared, const V& v) {
   __shared__ int rows[ARIL_TOKENS_PER_TILE];  // -1: none
   __shared__ float scales[ARIL_TOKENS_PER_TILE];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int features = p.layer.out_features[0];
-  const int outs = min(outs_per_block, features - first);
+  const int outs = min(p.layer.outs_per_block, p.layer.out_features[0] - first);
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
-  int b_bytes[2];
-#pragma unroll
-  for (int slice = 0; slice < 2; ++slice) {
-    b_bytes[slice] =
-        kStaged ? ceil_div(outs, ARIL_OUT_TILE) * gate_up.rank_tiles(slice) * kBTileBytes : 0;
-    if constexpr (kStaged) {
-      bulk_load(barriers[slice], shared + slice * b_bytes[0], gate_up.b(slice, first),
-                b_bytes[slice], threadIdx.x, kSmallMThreads, turn == 0);
-    }
-  }
-  uint4* const operands = reinterpret_cast<uint4*>(shared + b_bytes[0] + b_bytes[1]);
+  uint4* const operands = reinterpret_cast<uint4*>(shared);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
-    const aril_row row = make_row(threadIdx.x);
-    rows[threadIdx.x] = row.token;
-    scales[threadIdx.x] = row.scale;
+    const int token = tile.token(threadIdx.x, p.layer.num_tokens);
+    rows[threadIdx.x] = token;
+    scales[threadIdx.x] = token < 0 ? 0.0f : p.layer.routing.scales[token];
   }
   __syncthreads();
   wait_for_predecessors();
 
-  const int units = ceil_div(outs, ARIL_OUT_UNIT);
   const T* const gate_y = static_cast<const T*>(p.layer.y[0].first) + first;
   const T* const up_y = static_cast<const T*>(p.layer.y[1].first) + first;
   T* const out = static_cast<T*>(p.out) + first;
   const bool aligned = is_aligned(gate_y, p.layer.y[0].stride) &&
                        is_aligned(up_y, p.layer.y[1].stride) && is_aligned(out, p.out_stride);
-  // Calls f for the lane's rows g and g + 8 of a unit.
-  const auto for_rows = [&](int unit, auto f) {
-    const int feature = unit * ARIL_OUT_UNIT + 8 * q;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = unit < units ? rows[g + 8 * half] : -1;
-      if (row >= 0) {
-        f(half, gate_y + row * p.layer.y[0].stride + feature,
-          up_y + row * p.layer.y[1].stride + feature, out + row * p.out_stride + feature,
-          outs - feature);
-      }
-    }
-  };
-  OutVec<T> bases[kAhead][2][2];  // of a half and a slice
-  const auto load_bases = [&](OutVec<T>(&bases)[2][2], int unit) {
-    for_rows(unit, [&](int half, const T* gate, const T* up, T*, int valid) {
-      bases[half][0].load(gate, valid, aligned);
-      bases[half][1].load(up, valid, aligned);
-    });
-  };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) load_bases(bases[i], warp + i * kSmallMWarps);
-
   if (steps > 0) {
     const PartialLayout layout(p.layer);
     const auto ranks_of = [&](int t, int step) {
       return gate_up.ranks(rows[t], scales[t], step, layout);
     };
-    gather_terms(operands, tile.count, steps, ranks_of, make_v(), warp, lane);
-    if constexpr (kStaged) wait_for_copies<0>();
+    gather_terms(operands, tile.count, steps, ranks_of, v, warp, lane);
     __syncthreads();
   }
-  if constexpr (kStaged) {
-    barriers[0].wait(turn % 2);
-    barriers[1].wait(turn % 2);
-  }
-  for (int begin = warp; begin < units; begin += kAhead * kSmallMWarps) {
+  for (int unit = warp; unit < ceil_div(outs, ARIL_OUT_UNIT); unit += kSmallMWarps) {
+    float deltas[2][4][4];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int unit = begin + i * kSmallMWarps;
-      if (unit >= units) break;
-      float deltas[2][4][4];
-#pragma unroll
-      for (int slice = 0; slice < 2; ++slice) {
-        const int rank_tiles = gate_up.rank_tiles(slice);
-        const char* const b = kStaged ? reinterpret_cast<const char*>(shared) + slice * b_bytes[0]
-                                      : gate_up.b(slice, first);
-        multiply_or_none<T, kStaged>(deltas[slice], operands + slice * gate_steps * kTerms * 32,
-                                     unit_at(b, unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
+    for (int slice = 0; slice < 2; ++slice) {
+      const int rank_tiles = gate_up.rank_tiles(slice);
+      if (rank_tiles == 0) {
+        fill(deltas[slice], kNoDelta);
+      } else {
+        multiply_small_m<T, false>(
+            deltas[slice], operands + slice * gate_steps * kTerms * 32,
+            unit_at(gate_up.b(slice, first), unit * ARIL_OUT_UNIT, rank_tiles, 0), rank_tiles);
       }
-      for_rows(unit, [&](int half, const T* gate_y, const T* up_y, T* out, int valid) {
-        const bool whole = OutVec<T>::whole(valid, aligned);
-        Vec<T> gate{bases[i][half][0].bits}, up{bases[i][half][1].bits};
-        if (__builtin_expect(!whole, false)) {
-          gate = Vec<T>::load_from_anywhere(gate_y, valid, false);
-          up = Vec<T>::load_from_anywhere(up_y, valid, false);
-        }
-        T values[Vec<T>::kSize];
+    }
+    const int feature = unit * ARIL_OUT_UNIT + 8 * q, valid = outs - feature;
+    // The lane's rows g and g + 8.
 #pragma unroll
-        for (int e = 0; e < Vec<T>::kSize; ++e) {
-          values[e] = from_float<T>(silu_mul<T>(gate[e] + deltas[0][e / 2][2 * half + e % 2],
-                                                up[e] + deltas[1][e / 2][2 * half + e % 2]));
-        }
-        if (__builtin_expect(whole, true)) {
-          uint4 bits;
-          memcpy(&bits, values, sizeof(bits));
-          *reinterpret_cast<uint4*>(out) = bits;
-          return;
-        }
+    for (int half = 0; half < 2; ++half) {
+      const int row = rows[g + 8 * half];
+      if (row < 0) continue;
+      const auto gate =
+          Vec<T>::load_from_anywhere(gate_y + row * p.layer.y[0].stride + feature, valid, aligned);
+      const auto up =
+          Vec<T>::load_from_anywhere(up_y + row * p.layer.y[1].stride + feature, valid, aligned);
+      T values[Vec<T>::kSize];
 #pragma unroll
-        for (int e = 0; e < Vec<T>::kSize; ++e) {
-          if (e < valid) out[e] = values[e];
-        }
-      });
-      load_bases(bases[i], unit + kAhead * kSmallMWarps);
+      for (int e = 0; e < Vec<T>::kSize; ++e) {
+        values[e] = from_float<T>(silu_mul<T>(gate[e] + deltas[0][e / 2][2 * half + e % 2],
+                                              up[e] + deltas[1][e / 2][2 * half + e % 2]));
+      }
+      T* const to = out + row * p.out_stride + feature;
+      if (aligned && valid >= Vec<T>::kSize) {
+        uint4 bits;
+        memcpy(&bits, values, sizeof(bits));
+        *reinterpret_cast<uint4*>(to) = bits;
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < Vec<T>::kSize; ++e) {
+        if (e < valid) to[e] = values[e];
+      }
     }
   }
 }
 
-// A grid of small_m_silu_mul_kernel, whose blocks may take turns as those of small_m_kernel do.
-struct SiluMulGrid {
-  int few_tiles;
-  ExpandShares few, many;
-  int slabs;
-};
-
-template <typename T, bool kStaged, bool kTakesTurns>
+// On any tiles and at any rank. Grid: tiles x blocks of features.
+template <typename T, bool kLargeM>
 __global__ void __launch_bounds__(kSmallMThreads, 2)
-    small_m_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p,
-                            const __grid_constant__ SiluMulGrid grid) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  launch_dependents();
-  const EarlyModule gate(p.layer.weights, 0), up(p.layer.weights, 1);
-  const int index = blockIdx.x;
-  const ExpandShares* shares = &grid.few;
-  int tile_index = shares->out_blocks.quotient(index);
-  TokenTile tile(p.layer, tile_index);
-  TileRow row(p.layer, tile_index);
-  if constexpr (kTakesTurns) {
-    const int of_many = grid.many.out_blocks.quotient(index);
-    const TokenTile tile_of_many(p.layer, of_many);
-    const TileRow row_of_many(p.layer, of_many);
-    if (tile.num_tiles > grid.few_tiles) {
-      shares = &grid.many;
-      tile_index = of_many;
-      tile = tile_of_many;
-      row = row_of_many;
-    }
-    // The last blocks may be too few for another tile.
-    if (tile_index >= shares->tiles) return;
-  }
-  if (tile.count == 0) {
-    if (is_first_block()) wait_for_predecessors();
-    return;
-  }
-  const int outs_per_block = shares->outs_per_block;
-  const int first = (index - tile_index * shares->out_blocks) * outs_per_block;
-  for (int turn = 0;; ++turn) {
-    const GateUp gate_up(p.layer.weights, tile.slot, gate, up);
-    if (turn > 0) {
-      // The last turn's rows, B and v have been read.
-      fence_async_proxy();
-      __syncthreads();
-    }
-    small_m_silu_mul<T, kStaged>(
-        p, tile, gate_up, first, outs_per_block,
-        [&](int) { return aril_row{row.token(tile, p.layer.num_tokens), row.scale()}; }, shared,
-        [&] {
-          return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), grid.slabs, true, 0, 0);
-        },
-        turn);
-    tile_index += shares->tiles;
-    if (!kTakesTurns || tile_index >= tile.num_tiles) return;
-    tile = TokenTile(p.layer, tile_index);
-    row = TileRow(p.layer, tile_index);
-  }
-}
-
-// The same on wide tiles, 16 tokens at a time.
-template <typename T>
-__global__ void __launch_bounds__(kSmallMThreads, 2)
-    high_rank_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks) {
+    plain_silu_mul_kernel(const __grid_constant__ aril_silu_mul_args p, int out_blocks) {
   extern __shared__ __align__(128) unsigned char shared[];
   launch_dependents();
   TokenTile tile(p.layer, blockIdx.x / out_blocks);
@@ -276,18 +170,21 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   }
   const GateUp gate_up(p.layer.weights, tile.slot);
   const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  const auto v = [&] {
+    if constexpr (kLargeM) {
+      return PartialSums(p.layer, 0);
+    } else {
+      const int slabs = ceil_div(p.layer.in_features, kSlabFeatures);
+      return MailboxSums(p.layer.mailbox, PartialLayout(p.layer), slabs, true, 0, 0);
+    }
+  }();
   const int count = tile.count;
   const int32_t* const tokens = tile.tokens;
   for (int done = 0; done < count; done += ARIL_TOKENS_PER_TILE) {
     if (done > 0) __syncthreads();
     tile.tokens = tokens + done;
     tile.count = min(count - done, ARIL_TOKENS_PER_TILE);
-    const auto make_row = [&](int t) {
-      const int token = tile.token(t, p.layer.num_tokens);
-      return aril_row{token, token < 0 ? 0.0f : p.layer.routing.scales[token]};
-    };
-    small_m_silu_mul<T, false>(p, tile, gate_up, first, p.layer.outs_per_block, make_row, shared,
-                               [&] { return PartialSums(p.layer, 0); });
+    plain_silu_mul<T>(p, tile, gate_up, first, shared, v);
   }
 }
 

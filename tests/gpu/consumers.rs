@@ -140,7 +140,7 @@ fn gate_and_up_apart_have_the_bits_of_one_matrix() {
     property(100, cases(Sizes::large()), |case| for_dtype!(case, run(&gpu, &case, 0)));
     property(40, cases(Sizes::of_many_tokens()), |case| for_dtype!(case, run(&gpu, &case, 0)));
     for dtype in DTYPES {
-        // Aligned and misaligned rows, with B staged and in place.
+        // Aligned and misaligned rows, at ranks of each kernel.
         for (features, ranks) in [(512, [16, 8]), (1000, [64, 128]), (33, [3, 0]), (264, [200, 130])] {
             let slots = (0..40).map(|token| token % 3 - 1).collect();
             let case = Case { dtype, ..Case::consumed(72, features, &[ranks, [0, 5]], slots) };
@@ -199,7 +199,7 @@ fn consumers_of_corners() {
     }
 }
 
-/// Where a table has many slots, a launch has blocks for some of the tiles that a routing may have, and they take turns.
+/// Few tiles and many, up to those that the table's slots may have.
 #[test]
 #[ignore = "needs a GPU"]
 fn consumers_of_tables_of_many_slots() {
@@ -209,7 +209,7 @@ fn consumers_of_tables_of_many_slots() {
     let batches = [
         of(|token| token % 131),
         of(|token| 130 - token % 8),
-        // The most tiles that count as few, and one more; base rows in between.
+        // Every fourth slot; base rows in between.
         of(|token| token % 27 * 4),
         of(|token| token % 28 * 4),
         of(|token| if token % 3 == 0 { -1 } else { token * token % 131 }),
@@ -222,7 +222,7 @@ fn consumers_of_tables_of_many_slots() {
         case.check::<half::bf16>(&mut raw(0, false)).unwrap();
         case.check::<half::f16>(&mut raw(20, true)).unwrap();
     }
-    // B in place.
+    // Of high ranks.
     let case = Case::consumed(72, 1400, &vec![[200, 130]; 60], of(|token| token % 60));
     case.check::<half::bf16>(&mut raw(200, true)).unwrap();
 }

@@ -96,6 +96,9 @@ pub fn elem_bytes(elems: usize) -> usize {
     elems * size_of::<bf16>()
 }
 
+/// The most tokens of a batch for which `silu_mul` is not meant.
+const MOST_TOKENS_APART: usize = 512;
+
 /// The operation behind a layer of gate and up: `silu(gate) · up`.
 struct Consumer {
     /// A batch of base tokens.
@@ -380,6 +383,9 @@ impl Consumer {
             _ => return Ok(None),
         };
         let num_tokens = workload.num_tokens();
+        if num_tokens <= MOST_TOKENS_APART {
+            return Ok(None);
+        }
         let (routing, routing_memory, base_batch) = route(gpu, workload, &vec![Slot::BASE; num_tokens])?;
         let out = gpu.alloc(elem_bytes(num_tokens * features))?;
         Ok(Some(Self { base_batch, _routing: routing, _routing_memory: routing_memory, features, out }))

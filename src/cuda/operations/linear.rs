@@ -252,12 +252,7 @@ impl LoraLinear {
         let (layer, plan, (out, out_stride)) = (self.launch_args(step, None, Some(y))?, self.plan(), out.place());
         let (tokens, tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
         let outs_per_block = int(plan.silu_mul_outs_per_block(tokens, tiles))?;
-        let outs_per_block_of_few = if plan.is_large_m(tokens) {
-            outs_per_block
-        } else {
-            int(plan.silu_mul_outs_per_block(tokens, plan.max_few_tiles(tokens, tiles)))?
-        };
-        let layer = ffi::aril_linear_args { outs_per_block, outs_per_block_of_few, ..layer };
+        let layer = ffi::aril_linear_args { outs_per_block, ..layer };
         Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
     }
 
