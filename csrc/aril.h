@@ -86,6 +86,8 @@ extern "C" {
 #define ARIL_OUTS_LARGE_M 128        // the same, with wide tiles
 #define ARIL_WARPS 8                 // of a block on token or route tiles
 #define ARIL_MAX_RANK_TILES 8        // of a warpgroup that shrinks wide tiles
+#define ARIL_MAX_WARPGROUPS 3        // of a block that does
+#define ARIL_STATIC_BYTES 12288      // of shared memory, kept for a kernel's static variables
 #define ARIL_MAILBOX_HEADER 128      // bytes, before the words
 #define ARIL_WORD_BYTES 8            // a 32-bit value and its epoch
 #define ARIL_GROUP_WORDS 4           // of aril_group for each of num_experts + 2 groups
@@ -212,10 +214,9 @@ typedef struct aril_linear_args {
   // Of expand: a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M. The choice does not change the
   // bits.
   int32_t outs_per_block;
-  // Of small_m: with a routing of up to max_few_tiles tiles (at most max_tiles), a block of expand
-  // has outs_per_block_of_few outputs (at most outs_per_block). The choice does not change the
-  // bits.
-  int32_t max_few_tiles;
+  // Of small_m: with a routing of up to few_tiles tiles (at most max_tiles), a block of expand has
+  // outs_per_block_of_few outputs (at most outs_per_block). The choice does not change the bits.
+  int32_t few_tiles;
   int32_t outs_per_block_of_few;
   int32_t overwrites;  // 0 or 1
   int32_t in_features;
@@ -234,6 +235,22 @@ typedef struct aril_linear_args {
   aril_weights weights;
   aril_routing routing;
 } aril_linear_args;
+
+// The launches of a linear layer, as the plan divides them (src/plan/linear). No choice changes the
+// bits. f32 needs none of it.
+typedef struct aril_linear_launch {
+  aril_linear_args args;
+  int32_t expand_blocks;  // of small_m; and of expand in large_m, for all tiles
+  int32_t smem_bytes;     // of such a block
+  // Of small_m. 0: all tiles have blocks. 1: some have, which take further tiles in turn.
+  int32_t takes_turns;
+  int32_t shrink_tiles;  // that the grid has blocks of shrink for
+  // Of shrink in large_m: rank tiles of a warpgroup, 2, 4 or ARIL_MAX_RANK_TILES; and warpgroups of
+  // a block, 1 but for ARIL_MAX_RANK_TILES.
+  int32_t rank_tiles;
+  int32_t warpgroups;
+  int32_t shrink_smem_bytes;
+} aril_linear_launch;
 
 // The halves of the delta of a fully sharded layer. Between them, the engine exchanges v with the
 // other tensor-parallel ranks.
@@ -347,6 +364,13 @@ typedef struct aril_silu_mul_args {
   int64_t out_stride;
 } aril_silu_mul_args;
 
+// Its launch, as the plan divides it. No choice changes the bits.
+typedef struct aril_silu_mul_launch {
+  aril_silu_mul_args args;
+  int32_t wide;        // 0, or 1 in large_m up to ARIL_STAGED_RANK: the kernel of many tokens
+  int32_t smem_bytes;  // of a block
+} aril_silu_mul_launch;
+
 // y[t] += scales[t] * scaling * B A[token_ids[t]]
 typedef struct aril_embedding_args {
   int32_t dtype;
@@ -361,6 +385,12 @@ typedef struct aril_embedding_args {
   aril_weights weights;
   aril_routing routing;
 } aril_embedding_args;
+
+// Its launch, as the plan divides it.
+typedef struct aril_embedding_launch {
+  aril_embedding_args args;
+  int32_t smem_bytes;  // of a block
+} aril_embedding_launch;
 
 // The router's choice, in device memory.
 typedef struct aril_top_k {
@@ -524,17 +554,17 @@ const char* aril_status_string(int32_t status);
 // this device. Captures on other threads are not disturbed.
 int32_t aril_load(void);
 int32_t aril_route(const aril_route_args* args, void* stream);
-int32_t aril_linear(const aril_linear_args* args, void* stream);
-int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
-int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
+int32_t aril_linear(const aril_linear_launch* launch, void* stream);
+int32_t aril_linear_shrink(const aril_linear_launch* launch, void* stream);
+int32_t aril_linear_expand(const aril_linear_launch* launch, void* stream);
 int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
 int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
-int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
+int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
 // ARIL_ERR_SHARED_MEMORY if the device has too little for a ring.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
-int32_t aril_embedding(const aril_embedding_args* args, void* stream);
+int32_t aril_embedding(const aril_embedding_launch* launch, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
 int32_t aril_experts(const aril_experts_args* args, void* stream);
 int32_t aril_pack(const aril_pack_args* args, void* stream);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_silu_mul: reads the y of a layer of gate and up, fused with the layer's expand. Which kernel it
-// launches, with which grid.
+// aril_silu_mul: reads the y of a layer of gate and up, fused with the layer's expand. Launches the
+// kernel that the plan (src/plan/linear) has chosen, and refuses a plan that does not fit it.
 #include "host/launch.cuh"
 #include "linear/silu_mul.cuh"
 
@@ -34,25 +34,27 @@ struct Kernels<float> {
 };
 
 template <typename T>
-int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
+int32_t silu_mul(const aril_silu_mul_launch& launch, void* stream) {
+  const aril_silu_mul_args& args = launch.args;
   const aril_linear_args& layer = args.layer;
+  const Kernels<T> kernels;
   if constexpr (sizeof(T) == sizeof(float)) {
     const int blocks = ceil_div(layer.out_features[0], detail::kF32Threads);
-    return launch(Kernels<T>().silu_mul, dim3(layer.max_tiles * blocks), detail::kF32Threads, 0,
-                  stream, args, blocks);
+    return aril::launch(kernels.silu_mul, dim3(layer.max_tiles * blocks), detail::kF32Threads, 0,
+                        stream, args, blocks);
   } else {
-    const Kernels<T> kernels;
     const bool is_large_m = detail::is_large_m(layer);
     const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
     const dim3 grid(layer.max_tiles * blocks);
-    int smem_bytes;
-    ARIL_TRY(detail::large_m_silu_mul_smem(layer.weights, smem_bytes));
-    if (is_large_m && detail::is_staged(layer.weights) && smem_bytes > 0) {
-      return launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, smem_bytes, stream,
-                    args, blocks, smem_bytes);
+    if (launch.wide) {
+      ARIL_CHECK(is_large_m && detail::is_staged(layer.weights) &&
+                 launch.smem_bytes >= detail::large_m_silu_mul_smem_bytes(layer.weights));
+      return aril::launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, launch.smem_bytes,
+                          stream, args, blocks, launch.smem_bytes);
     }
-    return launch(kernels.plain_silu_mul[is_large_m], grid, detail::kSmallMThreads,
-                  detail::plain_silu_mul_smem_bytes(layer.weights), stream, args, blocks);
+    ARIL_CHECK(launch.smem_bytes >= detail::plain_silu_mul_smem_bytes(layer.weights));
+    return aril::launch(kernels.plain_silu_mul[is_large_m], grid, detail::kSmallMThreads,
+                        launch.smem_bytes, stream, args, blocks);
   }
 }
 
@@ -66,8 +68,8 @@ int32_t load_consumers() {
 
 }  // namespace aril
 
-extern "C" int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream) {
-  return aril::dispatch(args->layer.dtype, [&](auto element) {
-    return aril::silu_mul<decltype(element)>(*args, stream);
+extern "C" int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream) {
+  return aril::dispatch(launch->args.layer.dtype, [&](auto element) {
+    return aril::silu_mul<decltype(element)>(*launch, stream);
   });
 }

@@ -56,7 +56,7 @@ constexpr int kTriggerBoxes = 16;
 // Dynamic shared memory that a block may have.
 int32_t smem_budget(int& bytes) {
   ARIL_TRY(max_smem_bytes(bytes));
-  bytes += kStaticBytes - ARIL_FORWARD_STATIC_BYTES;
+  bytes += ARIL_STATIC_BYTES - ARIL_FORWARD_STATIC_BYTES;
   return 0;
 }
 

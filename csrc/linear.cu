@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_linear, aril_linear_shrink, aril_linear_expand and aril_embedding: which kernel an operation
-// launches, with which grid.
+// aril_linear, aril_linear_shrink, aril_linear_expand and aril_embedding: launches the kernels that
+// the plan (src/plan/linear) has chosen, and refuses a plan that does not fit them.
 #include "host/launch.cuh"
 #include "linear/embedding.cuh"
 #include "linear/f32.cuh"
@@ -70,94 +70,89 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
   return blocks;
 }
 
-// A grid of more blocks than the first takes turns: it has blocks of shrink, and of expand, for
-// as many tiles as make the second. Measured on an H200 (benches/record/designs.md).
-constexpr int kMostBlocks = 1500;
-constexpr int kTurnsBlocks = 594;
-
 template <typename T>
-int32_t small_m(const aril_linear_args& args, int parts, void* stream) {
+int32_t small_m(const aril_linear_launch& launch, int parts, void* stream) {
+  const aril_linear_args& args = launch.args;
   const bool staged = detail::is_staged(args.weights);
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
   const int rank_blocks = ceil_div(rank_tiles, detail::kSmallMRankTiles);
   const int slabs = ceil_div(args.in_features, detail::kSlabFeatures);
-  const int shrink_blocks = rank_blocks * slabs;  // for a tile
+  const auto shares = [&](int outs_per_block) {
+    const detail::Divisor out_blocks(aril::out_blocks(args, outs_per_block));
+    return detail::ExpandShares{launch.expand_blocks / out_blocks, out_blocks,
+                                detail::Divisor(outs_per_block)};
+  };
   detail::SmallMGrid grid = {};
   grid.rank_blocks = detail::Divisor(rank_blocks);
   grid.slabs = detail::Divisor(slabs);
   grid.num_slices = detail::Divisor(args.num_slices);
   grid.apart = parts == kExpand;
-  const auto shares = [&](int outs_per_block) {
-    const detail::Divisor out_blocks(aril::out_blocks(args, outs_per_block));
-    return detail::ExpandShares{args.max_tiles, out_blocks, detail::Divisor(outs_per_block)};
-  };
-  grid.few = grid.many = shares(args.outs_per_block);
-  grid.few_tiles = grid.shrink_tiles = args.max_tiles;
-  int expand = args.max_tiles * grid.many.out_blocks;
-  const bool takes_turns =
-      args.max_few_tiles < args.max_tiles && args.max_tiles * shrink_blocks + expand > kMostBlocks;
-  if (takes_turns) {
-    const auto tiles = [&](int blocks) {
-      return min(max(args.max_few_tiles, ceil_div(kTurnsBlocks, blocks)), args.max_tiles);
-    };
-    grid.few_tiles = args.max_few_tiles;
-    grid.shrink_tiles = tiles(shrink_blocks);
-    grid.few = shares(args.outs_per_block_of_few);
-    expand = max(grid.few_tiles * grid.few.out_blocks,
-                 tiles(grid.many.out_blocks) * grid.many.out_blocks);
-    grid.few.tiles = expand / grid.few.out_blocks;
-    grid.many.tiles = expand / grid.many.out_blocks;
-  }
-  grid.shrink = parts & kShrink ? grid.shrink_tiles * shrink_blocks : 0;
-  if (!(parts & kExpand)) expand = 0;
+  grid.shrink_tiles = launch.shrink_tiles;
+  grid.few_tiles = args.few_tiles;
+  grid.many = shares(args.outs_per_block);
+  grid.few = launch.takes_turns ? shares(args.outs_per_block_of_few) : grid.many;
+  grid.shrink = parts & kShrink ? grid.shrink_tiles * rank_blocks * slabs : 0;
+  const int expand = parts & kExpand ? launch.expand_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
-  const int smem_bytes =
-      max(detail::small_m_shrink_smem_bytes(rows),
-          detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged));
-  return launch(Kernels<T>().small_m[takes_turns][staged], dim3(grid.shrink + expand),
-                detail::kSmallMThreads, smem_bytes, stream, args, grid);
+  ARIL_CHECK(launch.takes_turns
+                 ? grid.shrink_tiles >= 1 && grid.few.tiles >= grid.few_tiles &&
+                       grid.many.tiles >= 1
+                 : grid.shrink_tiles == args.max_tiles && grid.many.tiles == args.max_tiles);
+  ARIL_CHECK(launch.smem_bytes >= detail::small_m_shrink_smem_bytes(rows) &&
+             launch.smem_bytes >=
+                 detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged));
+  return aril::launch(Kernels<T>().small_m[launch.takes_turns != 0][staged],
+                      dim3(grid.shrink + expand), detail::kSmallMThreads, launch.smem_bytes, stream,
+                      args, grid);
 }
 
 template <int kRankTiles>
 int32_t large_m_shrink_with(const Kernel<aril_linear_args, int, int>& kernel,
-                            const aril_linear_args& args, int rank_tiles, void* stream) {
-  int warpgroups, smem_bytes;
-  // Where a warpgroup has room for a slice, blocks of one warpgroup are faster, though each reads
-  // x, than large ones, which have a multiprocessor for themselves. Adapters of lower ranks than
-  // the table's need few of these blocks. Measured on an H200 (benches/record/designs.md).
-  const bool fits_slice = detail::rank_tiles(args.weights) <= kRankTiles;
-  const int most_warpgroups = fits_slice ? 1 : detail::kMaxWarpgroups;
-  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, most_warpgroups, warpgroups,
-                                                     smem_bytes));
-  const int blocks = ceil_div(rank_tiles, kRankTiles * warpgroups);
+                            const aril_linear_launch& launch, void* stream) {
+  const aril_linear_args& args = launch.args;
+  ARIL_CHECK(launch.warpgroups >= 1 &&
+             launch.warpgroups <= detail::shrink_threads<kRankTiles> / detail::kWarpgroupThreads &&
+             args.splits_per_block >= 1 &&
+             launch.shrink_smem_bytes >=
+                 detail::large_m_shrink_smem_bytes<kRankTiles>(launch.warpgroups));
+  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  const int blocks = ceil_div(rank_tiles, kRankTiles * launch.warpgroups);
   const dim3 grid(args.max_tiles * blocks,
                   ceil_div(detail::num_splits(args), args.splits_per_block));
-  return launch(kernel, grid, warpgroups * detail::kWarpgroupThreads, smem_bytes, stream, args,
-                blocks, args.splits_per_block);
+  return aril::launch(kernel, grid, launch.warpgroups * detail::kWarpgroupThreads,
+                      launch.shrink_smem_bytes, stream, args, blocks, args.splits_per_block);
 }
 
 template <typename T>
-int32_t large_m_shrink(const aril_linear_args& args, void* stream) {
+int32_t large_m_shrink(const aril_linear_launch& launch, void* stream) {
   const Kernels<T> kernels;
-  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
-  if (rank_tiles <= 2) return large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream);
-  if (rank_tiles <= 4) return large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream);
-  return large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream);
+  switch (launch.rank_tiles) {
+    case 2:
+      return large_m_shrink_with<2>(kernels.shrink2, launch, stream);
+    case 4:
+      return large_m_shrink_with<4>(kernels.shrink4, launch, stream);
+    case kMaxRankTiles:
+      return large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, launch, stream);
+    default:
+      return ARIL_ERR_ARGUMENT;
+  }
 }
 
 template <typename T>
-int32_t large_m_expand(const aril_linear_args& args, void* stream) {
+int32_t large_m_expand(const aril_linear_launch& launch, void* stream) {
+  const aril_linear_args& args = launch.args;
   const int blocks = out_blocks(args, args.outs_per_block);
-  const dim3 grid(args.max_tiles * blocks);
+  ARIL_CHECK(launch.expand_blocks == args.max_tiles * blocks);
   if (!detail::is_staged(args.weights)) {
-    return launch(Kernels<T>().high_rank_expand, grid, detail::kSmallMThreads,
-                  detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, false),
-                  stream, args, blocks);
+    ARIL_CHECK(launch.smem_bytes >=
+               detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, false));
+    return aril::launch(Kernels<T>().high_rank_expand, dim3(launch.expand_blocks),
+                        detail::kSmallMThreads, launch.smem_bytes, stream, args, blocks);
   }
-  int smem_bytes;
-  ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
-  return launch(Kernels<T>().large_m_expand, grid, detail::kExpandThreads, smem_bytes, stream, args,
-                blocks, smem_bytes);
+  ARIL_CHECK(launch.smem_bytes >= detail::large_m_expand_smem_bytes(args.weights));
+  return aril::launch(Kernels<T>().large_m_expand, dim3(launch.expand_blocks),
+                      detail::kExpandThreads, launch.smem_bytes, stream, args, blocks,
+                      launch.smem_bytes);
 }
 
 int32_t f32(const aril_linear_args& args, int parts, void* stream) {
@@ -173,36 +168,38 @@ int32_t f32(const aril_linear_args& args, int parts, void* stream) {
                 blocks);
 }
 
-int32_t linear(const aril_linear_args& args, int parts, void* stream) {
-  return dispatch(args.dtype, [&](auto element) -> int32_t {
+int32_t linear(const aril_linear_launch& launch, int parts, void* stream) {
+  return dispatch(launch.args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {
-      return f32(args, parts, stream);
+      return f32(launch.args, parts, stream);
     } else {
-      if (!detail::is_large_m(args)) return small_m<T>(args, parts, stream);
-      if (parts & kShrink) ARIL_TRY(large_m_shrink<T>(args, stream));
-      return parts & kExpand ? large_m_expand<T>(args, stream) : 0;
+      if (!detail::is_large_m(launch.args)) return small_m<T>(launch, parts, stream);
+      if (parts & kShrink) ARIL_TRY(large_m_shrink<T>(launch, stream));
+      return parts & kExpand ? large_m_expand<T>(launch, stream) : 0;
     }
   });
 }
 
 template <typename T>
-int32_t embedding(const aril_embedding_args& args, void* stream) {
+int32_t embedding(const aril_embedding_launch& launch, void* stream) {
+  const aril_embedding_args& args = launch.args;
   if constexpr (sizeof(T) == sizeof(float)) {
     const int blocks = ceil_div(args.hidden, detail::kF32Threads);
-    return launch(Kernels<T>().embedding, dim3(args.max_tiles * blocks), detail::kF32Threads, 0,
-                  stream, args, blocks);
+    return aril::launch(Kernels<T>().embedding, dim3(args.max_tiles * blocks), detail::kF32Threads,
+                        0, stream, args, blocks);
   } else {
     const bool staged = detail::is_staged(args.weights);
     const bool is_large_m = detail::is_large_m(args);
     const int path = (is_large_m ? static_cast<int>(EmbeddingPath::kLargeM) : 0) + !staged;
     const int blocks = ceil_div(args.hidden, args.outs_per_block);
-    int smem_bytes = detail::small_m_expand_smem_bytes(args.weights, args.outs_per_block, staged);
-    if (is_large_m && staged) {
-      ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
-    }
-    return launch(Kernels<T>().embedding[path], dim3(args.max_tiles * blocks),
-                  detail::kExpandThreads, smem_bytes, stream, args, blocks, smem_bytes);
+    const int least = is_large_m && staged ? detail::large_m_expand_smem_bytes(args.weights)
+                                           : detail::small_m_expand_smem_bytes(
+                                                 args.weights, args.outs_per_block, staged);
+    ARIL_CHECK(launch.smem_bytes >= least);
+    return aril::launch(Kernels<T>().embedding[path], dim3(args.max_tiles * blocks),
+                        detail::kExpandThreads, launch.smem_bytes, stream, args, blocks,
+                        launch.smem_bytes);
   }
 }
 
@@ -216,19 +213,20 @@ int32_t load_linear() {
 
 }  // namespace aril
 
-extern "C" int32_t aril_linear(const aril_linear_args* args, void* stream) {
-  return aril::linear(*args, aril::kBoth, stream);
+extern "C" int32_t aril_linear(const aril_linear_launch* launch, void* stream) {
+  return aril::linear(*launch, aril::kBoth, stream);
 }
 
-extern "C" int32_t aril_linear_shrink(const aril_linear_args* args, void* stream) {
-  return aril::linear(*args, aril::kShrink, stream);
+extern "C" int32_t aril_linear_shrink(const aril_linear_launch* launch, void* stream) {
+  return aril::linear(*launch, aril::kShrink, stream);
 }
 
-extern "C" int32_t aril_linear_expand(const aril_linear_args* args, void* stream) {
-  return aril::linear(*args, aril::kExpand, stream);
+extern "C" int32_t aril_linear_expand(const aril_linear_launch* launch, void* stream) {
+  return aril::linear(*launch, aril::kExpand, stream);
 }
 
-extern "C" int32_t aril_embedding(const aril_embedding_args* args, void* stream) {
-  return aril::dispatch(
-      args->dtype, [&](auto element) { return aril::embedding<decltype(element)>(*args, stream); });
+extern "C" int32_t aril_embedding(const aril_embedding_launch* launch, void* stream) {
+  return aril::dispatch(launch->args.dtype, [&](auto element) {
+    return aril::embedding<decltype(element)>(*launch, stream);
+  });
 }

@@ -21,10 +21,14 @@
     if (aril_status != 0) return aril_status; \
   } while (0)
 
+// Refuses what a plan cannot have meant.
+#define ARIL_CHECK(condition)                   \
+  do {                                          \
+    if (!(condition)) return ARIL_ERR_ARGUMENT; \
+  } while (0)
+
 namespace aril {
 
-constexpr int kStaticBytes =
-    12 << 10;                 // of shared memory, reserved for a kernel's static variables
 constexpr int kMaxSmem = -1;  // max_smem_bytes()
 
 // A kernel, and the most dynamic shared memory that its launches ask for.
@@ -39,7 +43,7 @@ struct Kernel {
   int device;
   ARIL_TRY(cudaGetDevice(&device));
   ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  bytes -= kStaticBytes;
+  bytes -= ARIL_STATIC_BYTES;
   return 0;
 }
 

@@ -64,6 +64,13 @@ inline int32_t wide_smem(int v_bytes, int stage_bytes, int blocks, int& smem_byt
   return 0;
 }
 
+// The least shared memory of a block: the terms of v, and a stage. The plan gives it room for more
+// (src/plan/shared_memory.rs).
+inline int large_m_expand_smem_bytes(const aril_weights& weights) {
+  return rank_steps(weights) * kTerms * kTermBytes + ARIL_WIDE_TILE * kChunkRowBytes +
+         kChunkOuts * rank_tiles(weights) * 16;
+}
+
 template <typename T>
 int32_t large_m_expand_smem(const aril_weights& weights, int& smem_bytes) {
   return wide_smem(rank_steps(weights) * kTerms * kTermBytes,

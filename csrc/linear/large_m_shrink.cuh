@@ -34,7 +34,7 @@ constexpr int kStages = ARIL_K_TILE / kStageFeatures;  // so the stages of all K
 constexpr int kInputBytes = ARIL_WIDE_TILE * kStageFeatures * 2;       // of x in a stage
 constexpr int kStageATileBytes = ARIL_RANK_TILE * kStageFeatures * 2;  // of a rank tile in a stage
 constexpr int kMaxRankTiles = ARIL_MAX_RANK_TILES;                     // of a warpgroup
-constexpr int kMaxWarpgroups = 3;
+constexpr int kMaxWarpgroups = ARIL_MAX_WARPGROUPS;
 
 template <int kRankTiles>
 constexpr int shrink_threads =
@@ -47,6 +47,12 @@ inline constexpr int shrink_blocks<2> = 5;
 template <>
 inline constexpr int shrink_blocks<kMaxRankTiles> = 1;
 
+// Shared memory of a block of so many warpgroups.
+template <int kRankTiles>
+constexpr int large_m_shrink_smem_bytes(int warpgroups) {
+  return kStages * (kInputBytes + warpgroups * kRankTiles * kStageATileBytes);
+}
+
 // The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, up to
 // `most_warpgroups` and as far as shared memory goes.
 template <int kRankTiles>
@@ -54,9 +60,7 @@ int32_t large_m_shrink_blocks(int rank_tiles, int most_warpgroups, int& warpgrou
                               int& smem_bytes) {
   int max_bytes;
   ARIL_TRY(max_smem_bytes(max_bytes));
-  const auto bytes = [](int warpgroups) {
-    return kStages * (kInputBytes + warpgroups * kRankTiles * kStageATileBytes);
-  };
+  const auto bytes = large_m_shrink_smem_bytes<kRankTiles>;
   warpgroups = 1;
   while (kRankTiles == kMaxRankTiles && warpgroups < most_warpgroups &&
          warpgroups * kRankTiles < rank_tiles && bytes(warpgroups + 1) <= max_bytes) {

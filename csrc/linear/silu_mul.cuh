@@ -21,7 +21,6 @@
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
-#include "../host/launch.cuh"
 #include "../ptx/async.cuh"
 #include "../ptx/pdl.cuh"
 #include "large_m_expand.cuh"
@@ -190,10 +189,10 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
 
 constexpr int kSiluMulRowBytes = 2 * kChunkOuts * 2 + 64;  // padded so that 2 rows hit all banks
 
-inline int32_t large_m_silu_mul_smem(const aril_weights& weights, int& smem_bytes) {
-  return wide_smem(2 * rank_steps(weights) * kTerms * kTermBytes,
-                   ARIL_WIDE_TILE * kSiluMulRowBytes + 2 * kChunkOuts * rank_tiles(weights) * 16, 2,
-                   smem_bytes);
+// The least shared memory of a block: the terms of v, and a stage.
+inline int large_m_silu_mul_smem_bytes(const aril_weights& weights) {
+  return 2 * rank_steps(weights) * kTerms * kTermBytes + ARIL_WIDE_TILE * kSiluMulRowBytes +
+         2 * kChunkOuts * rank_tiles(weights) * 16;
 }
 
 // Grid: wide tiles x blocks of features.

@@ -60,7 +60,7 @@ struct ExpandStages {
 // Devices of compute capability 8.6 and 8.9 have the least shared memory, 99 KB for a block. It has
 // room for a block's warps with one output tile each, at every rank.
 constexpr bool have_room_everywhere(int max_whole_rank_tiles) {
-  constexpr int kBytes = (99 << 10) - kStaticBytes;
+  constexpr int kBytes = (99 << 10) - ARIL_STATIC_BYTES;
   for (int rank = 1; rank <= ARIL_MAX_RANK; ++rank) {
     const ExpandStages stages(max_whole_rank_tiles, rank, ARIL_OUT_TILE);
     if (kExpertsWarps * stages.of_warp > kBytes) return false;

@@ -22,6 +22,8 @@ pub const ARIL_OUTS_SMALL_M: i32 = 256;
 pub const ARIL_OUTS_LARGE_M: i32 = 128;
 pub const ARIL_WARPS: i32 = 8;
 pub const ARIL_MAX_RANK_TILES: i32 = 8;
+pub const ARIL_MAX_WARPGROUPS: i32 = 3;
+pub const ARIL_STATIC_BYTES: i32 = 12288;
 pub const ARIL_MAILBOX_HEADER: i32 = 128;
 pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
@@ -135,7 +137,7 @@ pub struct aril_linear_args {
     pub k_tiles_per_split: i32,
     pub splits_per_block: i32,
     pub outs_per_block: i32,
-    pub max_few_tiles: i32,
+    pub few_tiles: i32,
     pub outs_per_block_of_few: i32,
     pub overwrites: i32,
     pub in_features: i32,
@@ -149,6 +151,18 @@ pub struct aril_linear_args {
     pub partials: *mut f32,
     pub weights: aril_weights,
     pub routing: aril_routing,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_linear_launch {
+    pub args: aril_linear_args,
+    pub expand_blocks: i32,
+    pub smem_bytes: i32,
+    pub takes_turns: i32,
+    pub shrink_tiles: i32,
+    pub rank_tiles: i32,
+    pub warpgroups: i32,
+    pub shrink_smem_bytes: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -240,6 +254,13 @@ pub struct aril_silu_mul_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_silu_mul_launch {
+    pub args: aril_silu_mul_args,
+    pub wide: i32,
+    pub smem_bytes: i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
@@ -252,6 +273,12 @@ pub struct aril_embedding_args {
     pub y_stride: i64,
     pub weights: aril_weights,
     pub routing: aril_routing,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_embedding_launch {
+    pub args: aril_embedding_args,
+    pub smem_bytes: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -394,19 +421,19 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_linear(
-        args: *const aril_linear_args,
+        launch: *const aril_linear_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
 unsafe extern "C" {
     pub fn aril_linear_shrink(
-        args: *const aril_linear_args,
+        launch: *const aril_linear_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
 unsafe extern "C" {
     pub fn aril_linear_expand(
-        args: *const aril_linear_args,
+        launch: *const aril_linear_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
@@ -424,7 +451,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_silu_mul(
-        args: *const aril_silu_mul_args,
+        launch: *const aril_silu_mul_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
@@ -442,7 +469,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_embedding(
-        args: *const aril_embedding_args,
+        launch: *const aril_embedding_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

@@ -11,6 +11,8 @@ mod forward;
 mod linear;
 mod mode;
 mod ring;
+#[cfg(any(feature = "cuda", test))]
+mod shared_memory;
 mod thresholds;
 mod workspace;
 
@@ -19,9 +21,9 @@ pub(crate) use self::linear::check_outputs;
 pub(crate) use self::{
     capacity::limit,
     experts::ExpandBy,
-    linear::outs_per_block,
+    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns},
     ring::Ring,
-    thresholds::{GroupedBy, is_small_m},
+    thresholds::GroupedBy,
 };
 pub use self::{
     capacity::{Capacity, RouteCapacity},

@@ -29,7 +29,12 @@ pub(super) const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
 pub(super) const MAILBOX_HEADER: usize = ffi::ARIL_MAILBOX_HEADER as usize;
 pub(super) const WORD_BYTES: usize = ffi::ARIL_WORD_BYTES as usize;
 /// Warps in a block of the small-tile kernels.
-const WARPS: usize = ffi::ARIL_WARPS as usize;
+pub(super) const WARPS: usize = ffi::ARIL_WARPS as usize;
+/// Outputs in a tile of B.
+pub(super) const OUT_TILE: usize = ffi::ARIL_OUT_TILE as usize;
+/// Shared memory that is reserved for a kernel's static variables, in bytes.
+#[cfg(any(feature = "cuda", test))]
+pub(super) const STATIC_BYTES: usize = ffi::ARIL_STATIC_BYTES as usize;
 
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
 /// much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
@@ -80,12 +85,23 @@ pub(super) mod linear {
     /// Rank tiles, over all slices, of a shrink block (small_m) and of a warpgroup (large_m).
     pub(in crate::plan) const SMALL_M_RANK_TILES: usize = WARPS / K_TILES_PER_SLAB;
     pub(in crate::plan) const LARGE_M_RANK_TILES: usize = ffi::ARIL_MAX_RANK_TILES as usize;
-    /// The most warpgroups of a shrink block (large_m).
-    #[cfg(feature = "cuda")]
-    pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = 3;
+    /// The most warpgroups of a shrink block (large_m) of [`LARGE_M_RANK_TILES`] rank tiles each. Where a warpgroup has room for a slice,
+    /// blocks of one are faster, though each reads x, than large ones, which have a multiprocessor for themselves; adapters of lower ranks
+    /// than the table's need few of these blocks (H200, `benches/record/designs.md`).
+    #[cfg(any(feature = "cuda", test))]
+    pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = ffi::ARIL_MAX_WARPGROUPS as usize;
+    /// Rank tiles of a warpgroup, for so many of all slices: those of the three kernels.
+    #[cfg(any(feature = "cuda", test))]
+    pub(in crate::plan) const fn warpgroup_rank_tiles(rank_tiles: usize) -> usize {
+        match rank_tiles {
+            0..=2 => 2,
+            3..=4 => 4,
+            _ => LARGE_M_RANK_TILES,
+        }
+    }
     /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank tiles. A block of
     /// more warpgroups has it to itself.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn resident_shrink(rank_tiles: usize) -> usize {
         match rank_tiles {
             0..=2 => 5,
@@ -95,11 +111,11 @@ pub(super) mod linear {
     }
     /// The time of a K tile beside so many resident blocks, and of the start of a block: a model of an H200
     /// (`benches/record/designs.md`, "Turns of blocks").
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn shrink_k_tile(resident: usize) -> usize {
         4 * (resident + 1)
     }
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const SHRINK_START: usize = 10;
     /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
@@ -113,7 +129,7 @@ pub(super) mod linear {
     pub(in crate::plan) const fn resident_expand(max_rank: usize) -> usize {
         if max_rank <= 40 { 3 } else { 2 }
     }
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
     /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
     /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
@@ -123,8 +139,19 @@ pub(super) mod linear {
     }
     /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
     /// blocks for a batch of few, which take turns on more tiles.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const FEW_TILES: usize = 8;
+    /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle (H200,
+    /// `benches/record/designs.md`, "Tables of many slots").
+    #[cfg(any(feature = "cuda", test))]
+    pub(in crate::plan) const fn most_blocks(multiprocessors: usize) -> usize {
+        multiprocessors * 125 / 11
+    }
+    /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same table).
+    #[cfg(any(feature = "cuda", test))]
+    pub(in crate::plan) const fn turns_blocks(multiprocessors: usize) -> usize {
+        multiprocessors * 9 / 2
+    }
     /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the sum of twice the
     /// input features of each slice and the output features. With 384 and 512 tokens of 2 or 8 adapters, layers with that much take 0.48
     /// to 1.03 of their time on small tiles, and layers with less 0.83 to 2.0. With 256 tokens, it depends on the number of adapters.
@@ -141,7 +168,7 @@ pub(super) mod linear {
 
 /// How the launches of a projection of experts are sized.
 pub(super) mod experts {
-    use super::{GroupedBy, K_TILES_PER_SLAB, WARPS};
+    use super::{GroupedBy, K_TILES_PER_SLAB, OUT_TILE, WARPS};
     use crate::ffi;
 
     /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at a time.
@@ -156,7 +183,7 @@ pub(super) mod experts {
     /// The launch falls back to one output tile (`on_route_tiles` of `csrc/moe.cu`) if a block may use too little shared memory for
     /// this many. It depends on the device, and a plan is made without one: on a host without CUDA too.
     pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
-        if max_rank <= 16 { 128 } else { ffi::ARIL_OUT_TILE as usize }
+        if max_rank <= 16 { 128 } else { OUT_TILE }
     }
 
     /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself, so that both

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+#[cfg(any(feature = "cuda", test))]
+mod launch;
+
 #[cfg(feature = "cuda")]
-use super::thresholds::{
-    TOKENS_PER_TILE,
-    linear::{FEW_TILES, LARGE_M_WARPGROUPS, RESIDENT_SILU_MUL, SHRINK_START, resident_shrink, shrink_k_tile},
-};
+pub(crate) use self::launch::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns};
 use super::{
     capacity::Capacity,
     device::Device,
@@ -90,52 +90,10 @@ impl LinearPlan {
         if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { K_TILES_PER_SLAB } else { K_TILES_PER_SPAN }
     }
 
-    /// Splits that one shrink block of wide tiles reduces, one after the other. All choices are bit-identical.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn splits_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        if !self.is_large_m(num_tokens) || self.dtype == DType::F32 {
-            return 1;
-        }
-        let (rank_tiles, most) = (self.rank_tiles(), LARGE_M_RANK_TILES);
-        let (rank_blocks, per_multiprocessor) = if rank_tiles <= most * self.out_features.len() {
-            (rank_tiles.div_ceil(most), resident_shrink(rank_tiles))
-        } else {
-            (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1)
-        };
-        let places = (self.device.multiprocessors, per_multiprocessor);
-        let splits = self.num_splits(num_tokens);
-        let tiles = likely_tiles(num_tokens, max_tiles);
-        let time = |splits_per_block: usize| -> usize {
-            let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
-            let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
-            let wave = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
-            tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, places, wave)).iter().sum()
-        };
-        (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
-    }
-
     /// Outputs of one slice per expand block.
     pub(crate) fn outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
         let wide_tokens = self.is_large_m(num_tokens).then_some(num_tokens);
         outs_per_block(&self.out_features, self.capacity.max_rank, wide_tokens, max_tiles, self.device)
-    }
-
-    /// The most small tiles of a batch of few slots, of at most `max_tiles`.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn max_few_tiles(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        max_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES)
-    }
-
-    /// Features of both slices per block that expands a layer of gate and up within its activation. All choices are bit-identical.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn silu_mul_outs_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
-        let multiprocessors = self.device.multiprocessors;
-        if self.is_large_m(num_tokens) && is_staged(max_rank) {
-            return wide_outs(features, (multiprocessors, RESIDENT_SILU_MUL), max_rank, num_tokens, max_tiles);
-        }
-        let step = (LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank));
-        small_outs(features, step, max_tiles, multiprocessors)
     }
 
     /// Splits of a token's input features, whose sums expand adds up.
@@ -319,51 +277,4 @@ pub(crate) fn check_outputs(out_features: &[usize], capacity: Capacity, shrink_b
         return Err(PlanError::Limit { what: "out_features", value, max: max * LARGE_M_OUTS });
     }
     Ok(())
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod tests {
-    use super::*;
-
-    fn plan(
-        in_features: usize,
-        out_features: &[usize],
-        max_tokens: usize,
-        num_slots: usize,
-        max_rank: usize,
-    ) -> LinearPlan {
-        let capacity = Capacity { max_tokens, num_slots, max_rank };
-        LinearPlan {
-            dtype: DType::BF16,
-            in_features,
-            out_features: out_features.to_vec(),
-            capacity,
-            device: Device::H100,
-        }
-    }
-
-    /// The batches of the GPU test `several_splits_of_a_block`.
-    #[test]
-    fn blocks_of_few_waves_reduce_several_splits() {
-        let of = |plan: LinearPlan| {
-            let Capacity { max_tokens, .. } = plan.capacity;
-            let tiles = plan.capacity.max_wide_tiles(max_tokens);
-            (plan.k_tiles_per_split(max_tokens), plan.splits_per_block(max_tokens, tiles))
-        };
-        assert_eq!(of(plan(9000, &[100], 1400, 3, 72)), (K_TILES_PER_SLAB, 2));
-        assert_eq!(of(plan(13_000, &[64, 8, 8, 8, 8, 8, 8, 8], 900, 2, 72)), (K_TILES_PER_SPAN, 2));
-        // One slot's tile has all of its splits at once.
-        assert_eq!(of(plan(4096, &[4096], 600, 1, 64)), (K_TILES_PER_SLAB, 1));
-    }
-
-    /// In batches of 2,048 tokens of 8 slots, three blocks share a multiprocessor at rank 16, two at rank 64.
-    #[test]
-    fn outputs_of_a_block_fill_whole_waves() {
-        let outs = |features: &[usize], tokens: usize, max_rank: usize| {
-            let plan = plan(4096, features, tokens, 8, max_rank);
-            plan.outs_per_block(tokens, plan.capacity.max_wide_tiles(tokens))
-        };
-        assert_eq!((outs(&[4096], 2048, 16), outs(&[4096, 1024, 1024], 2048, 16)), (512, 768));
-        assert_eq!((outs(&[4096], 2048, 64), outs(&[4096], 8192, 64)), (640, 2048));
-    }
 }
