@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // The C ABI of aril's kernels: one function per operation, one plain struct of arguments per
-// function. The tree: <operation>.cu at the top chooses kernels and grids; linear/, moe/ and
-// routing/ have the kernels; device/ what they share; ptx/ wrappers of instructions; host/
-// launching.
+// function. The tree: <operation>.cu at the top launches what src/plan has chosen, and refuses a
+// plan that does not fit the kernels; linear/, moe/ and routing/ have the kernels; device/ what they
+// share; ptx/ wrappers of instructions; host/ launching. No launch asks for the device.
 //
 // Words of csrc
 //
@@ -307,6 +307,7 @@ typedef struct aril_forward_map {
   uint64_t tensor_maps[ARIL_MAX_SLICES][16];
   int32_t splits;
   int32_t units;
+  int32_t trigger_boxes;
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
 } aril_forward_map;
 
@@ -319,6 +320,8 @@ typedef struct aril_base_weights {
                    // the order of sums, so it must be a function of the layer's shape alone.
   int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; of two blocks
                    // up to ARIL_FORWARD_SPLIT_UNITS. Any choice gives the same bits.
+  int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
+                          // begin. Any number gives the same bits.
   // For up to 8, 16, 32 and 64 tokens, and tables of up to some rank. Any choice gives the same bits.
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
   int32_t num_slices;
@@ -522,6 +525,16 @@ typedef struct aril_experts_args {
   aril_groups groups;
 } aril_experts_args;
 
+// Its launches, as the plan divides them (src/plan/experts.rs). No choice changes the bits. With
+// wide_shrink_blocks, in bf16 and f16: as in aril_linear_launch, of a block of shrink and of expand.
+typedef struct aril_experts_launch {
+  aril_experts_args args;
+  int32_t rank_tiles;
+  int32_t warpgroups;
+  int32_t shrink_smem_bytes;
+  int32_t expand_smem_bytes;
+} aril_experts_launch;
+
 // A row-major factor, and where it is packed.
 typedef struct aril_pack_factor {
   const void* source;  // [rows, cols]: A [rank, in] or B [out, rank]
@@ -566,7 +579,7 @@ int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* ma
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_launch* launch, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
-int32_t aril_experts(const aril_experts_args* args, void* stream);
+int32_t aril_experts(const aril_experts_launch* launch, void* stream);
 int32_t aril_pack(const aril_pack_args* args, void* stream);
 
 #ifdef __cplusplus

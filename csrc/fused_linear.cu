@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_forward_maps and aril_linear_forward: how a fused linear is divided into thread blocks. The
-// plan divides a block's shared memory (aril_forward_ring).
-#include <algorithm>
+// aril_forward_maps and aril_linear_forward: launches a fused linear as the plan
+// (src/plan/forward.rs) has divided it, and refuses a plan that does not fit the kernels.
+#include <atomic>
 #include <type_traits>
 
 #include "host/launch.cuh"
@@ -18,20 +18,24 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// The driver's function, which the runtime does not wrap.
-int32_t encoder(Encode& encode) {
+// The driver's function, which the runtime does not wrap; null if it has none. A process has one
+// driver.
+std::atomic<Encode> encoder = nullptr;
+
+int32_t load_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
   ARIL_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                             cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) return ARIL_ERR_NO_KERNEL;
-  encode = reinterpret_cast<Encode>(function);
+  if (found == cudaDriverEntryPointSuccess) encoder = reinterpret_cast<Encode>(function);
   return 0;
 }
 
 // Encodes a matrix that is read in boxes of `box_rows` rows of 128 bytes.
-int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* matrix, int rows,
-                   int columns, int64_t stride, int box_rows, CUtensorMapL2promotion promotion) {
+int32_t encode_map(CUtensorMap& map, int32_t dtype, const void* matrix, int rows, int columns,
+                   int64_t stride, int box_rows, CUtensorMapL2promotion promotion) {
+  const Encode encode = encoder;
+  if (encode == nullptr) return ARIL_ERR_NO_KERNEL;
   const int64_t row_bytes = stride * 2;
   const bool aligned =
       (reinterpret_cast<uintptr_t>(matrix) | row_bytes) % ARIL_FORWARD_ALIGNMENT == 0;
@@ -48,10 +52,6 @@ int32_t encode_map(Encode encode, CUtensorMap& map, int32_t dtype, const void* m
                                  promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? 0 : ARIL_ERR_ARGUMENT;
 }
-
-// Dependents begin when a block has this many boxes of features left to load. (H200, chain of
-// layers: 6 to 9 % slower with 8, 3 to 5 % with 32.)
-constexpr int kTriggerBoxes = 16;
 
 // Dynamic shared memory that a block may have.
 int32_t smem_budget(int& bytes) {
@@ -95,7 +95,7 @@ int32_t check(const aril_forward_args& args) {
   const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
                     args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
                     args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
-                    args.map->units >= 1;
+                    args.map->units >= 1 && args.map->trigger_boxes >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   if (args.weights.table != nullptr) {
     const bool has_mailbox = args.mailbox != nullptr &&
@@ -103,6 +103,11 @@ int32_t check(const aril_forward_args& args) {
                              args.weights.max_rank >= 1 && args.weights.max_rank <= ARIL_MAX_RANK;
     if (!has_mailbox) return ARIL_ERR_ARGUMENT;
   }
+  return 0;
+}
+
+// Rejects a device without the kernels.
+int32_t check_device() {
   int device, major;
   ARIL_TRY(cudaGetDevice(&device));
   ARIL_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -114,9 +119,7 @@ int32_t fill_params(const aril_forward_args& args, detail::FusedParams& params) 
   params.splits = args.map->splits;
   static_assert(sizeof(params.w) == sizeof(args.map->tensor_maps));
   memcpy(params.w, args.map->tensor_maps, sizeof(params.w));
-  Encode encode;
-  ARIL_TRY(encoder(encode));
-  ARIL_TRY(encode_map(encode, params.x, args.dtype, args.x, args.num_tokens, args.in_features,
+  ARIL_TRY(encode_map(params.x, args.dtype, args.x, args.num_tokens, args.in_features,
                       args.x_stride, args.num_tokens, CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   return share_out(args, params);
 }
@@ -142,12 +145,12 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   params.smem = ring;
   params.grid.stage_boxes = ring.stage_boxes;
   params.grid.stages = ring.stages;
-  params.grid.trigger = kTriggerBoxes / ring.stage_boxes;
+  params.grid.trigger = args.map->trigger_boxes / ring.stage_boxes;
   return launch_fused<T, kTokenTiles>(params, smem_bytes_of(ring), stream);
 }
 
-// Whether a ring is one of this kernel's: its stages are those of the grid, and what follows them is
-// in order.
+// Whether a ring is one of this kernel's: its stages are those of the grid, and what follows them
+// is in order.
 bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_units) {
   const int box_bytes = pass_units * detail::kUnitBoxBytes + token_tiles * detail::kTokenBoxBytes;
   return ring.stage_boxes >= 1 && ring.stage_boxes <= detail::kStepBoxes && ring.stages >= 1 &&
@@ -200,6 +203,7 @@ int32_t load_kernels() {
 }  // namespace
 
 int32_t load_fused_linear() {
+  ARIL_TRY(load_encoder());
   ARIL_TRY(load_kernels<__nv_bfloat16>());
   return load_kernels<__half>();
 }
@@ -207,20 +211,21 @@ int32_t load_fused_linear() {
 }  // namespace aril
 
 extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
-  aril::Encode encode;
-  ARIL_TRY(aril::encoder(encode));
+  ARIL_TRY(aril::check_device());
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
-                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits);
+                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits) &&
+                    weights->trigger_boxes >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   ARIL_TRY(aril::check_rings(*weights));
   *map = {};
   memcpy(map->rings, weights->rings, sizeof(map->rings));
   map->splits = weights->splits;
   map->units = weights->units;
+  map->trigger_boxes = weights->trigger_boxes;
   for (int slice = 0; slice < weights->num_slices; ++slice) {
     CUtensorMap encoded;
-    ARIL_TRY(aril::encode_map(encode, encoded, weights->dtype, weights->slices[slice],
+    ARIL_TRY(aril::encode_map(encoded, weights->dtype, weights->slices[slice],
                               weights->out_features[slice], weights->in_features,
                               weights->strides[slice],
                               aril::pass_units_of(weights->units) * aril::detail::kUnitRows,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_group and aril_experts: which kernels an operation launches, with which grids.
+// aril_group and aril_experts: launches the kernels that the plan (src/plan/experts.rs) has chosen,
+// and refuses a plan that does not fit them.
 #include "host/launch.cuh"
 #include "moe/activate.cuh"
 #include "moe/combine.cuh"
@@ -66,12 +67,12 @@ struct GroupKernels {
 
 // The launch on route tiles.
 template <typename T>
-int32_t on_route_tiles(aril_experts_args args, void* stream) {
+int32_t on_route_tiles(const aril_experts_args& args, void* stream) {
   const Kernels<T> kernels;
   const bool in_each_block = detail::fit_each_block(args.num_tokens, args.top_k);
-  const detail::ExpertsGrid grid = {
-      in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
-      ceil_div(args.in_features, detail::kSlabFeatures), args.wide_shrink_blocks > 0};
+  const detail::ExpertsGrid grid = {in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
+                                    ceil_div(args.in_features, detail::kSlabFeatures),
+                                    args.wide_shrink_blocks > 0};
   const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * warp_bytes);
@@ -94,48 +95,41 @@ int32_t on_route_tiles(aril_experts_args args, void* stream) {
     default:
       break;
   }
-  const auto stages = [&] {
-    return detail::ExpandStages(detail::kWholeRankTiles<T>, args.weights.max_rank,
-                                args.outs_per_block);
-  };
-  // The plan chooses the outputs of a warp (outs_per_warp in src/plan/thresholds.rs) without a
-  // device. Only the launch knows how much shared memory a block may use. If the stages do not fit,
-  // a warp takes one output tile, which fits everywhere (have_room_everywhere() in moe/expand.cuh),
-  // and there are blocks for all of them.
-  int max_bytes;
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  if (detail::kExpertsWarps * stages().of_warp > max_bytes) {
-    args.outs_per_block = ARIL_OUT_TILE;
-    const int items = args.num_slices * ceil_div(args.out_features, ARIL_OUT_TILE);
-    args.expand_blocks = max(args.expand_blocks, ceil_div(items, detail::kExpertsWarps));
-  }
-  return launch_with(kernels.experts[in_each_block], stages().of_warp, stages());
+  const detail::ExpandStages stages(detail::kWholeRankTiles<T>, args.weights.max_rank,
+                                    args.outs_per_block);
+  return launch_with(kernels.experts[in_each_block], stages.of_warp, stages);
 }
 
 template <int kRankTiles>
 int32_t large_m_shrink_with(const Kernel<aril_experts_args, int>& kernel,
-                            const aril_experts_args& args, int rank_tiles, void* stream) {
-  int warpgroups, smem_bytes;
-  ARIL_TRY(detail::large_m_shrink_blocks<kRankTiles>(rank_tiles, detail::kMaxWarpgroups, warpgroups,
-                                                     smem_bytes));
-  return launch(kernel, dim3(args.wide_shrink_blocks), warpgroups * detail::kWarpgroupThreads,
-                smem_bytes, stream, args, ceil_div(rank_tiles, kRankTiles * warpgroups));
+                            const aril_experts_launch& launch, void* stream) {
+  ARIL_CHECK(launch.warpgroups >= 1 &&
+             launch.warpgroups <= detail::shrink_threads<kRankTiles> / detail::kWarpgroupThreads &&
+             launch.shrink_smem_bytes >=
+                 detail::large_m_shrink_smem_bytes<kRankTiles>(launch.warpgroups));
+  const aril_experts_args& args = launch.args;
+  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
+  return aril::launch(kernel, dim3(args.wide_shrink_blocks),
+                      launch.warpgroups * detail::kWarpgroupThreads, launch.shrink_smem_bytes,
+                      stream, args, ceil_div(rank_tiles, kRankTiles * launch.warpgroups));
 }
 
 // Both ways of more than ARIL_ONE_BLOCK_ROUTES routes; the device decides which does the work.
 template <typename T>
-int32_t on_wide_or_route_tiles(const aril_experts_args& args, void* stream) {
+int32_t on_wide_or_route_tiles(const aril_experts_launch& launch, void* stream) {
   const Kernels<T> kernels;
-  const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
-  ARIL_TRY(rank_tiles <= 2 ? large_m_shrink_with<2>(kernels.shrink2, args, rank_tiles, stream)
-           : rank_tiles <= 4
-               ? large_m_shrink_with<4>(kernels.shrink4, args, rank_tiles, stream)
-               : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, rank_tiles, stream));
+  const aril_experts_args& args = launch.args;
+  ARIL_CHECK(launch.rank_tiles == 2 || launch.rank_tiles == 4 ||
+             launch.rank_tiles == kMaxRankTiles);
+  ARIL_CHECK(launch.expand_smem_bytes >= detail::large_m_expand_smem_bytes(args.weights));
+  ARIL_TRY(launch.rank_tiles == 2 ? large_m_shrink_with<2>(kernels.shrink2, launch, stream)
+           : launch.rank_tiles == 4
+               ? large_m_shrink_with<4>(kernels.shrink4, launch, stream)
+               : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, launch, stream));
   ARIL_TRY(on_route_tiles<T>(args, stream));
-  int smem_bytes;
-  ARIL_TRY(detail::large_m_expand_smem<T>(args.weights, smem_bytes));
-  return launch(kernels.large_m_expand[args.from_tokens == 0], dim3(args.wide_expand_blocks),
-                detail::kExpandThreads, smem_bytes, stream, args, smem_bytes);
+  return aril::launch(kernels.large_m_expand[args.from_tokens == 0], dim3(args.wide_expand_blocks),
+                      detail::kExpandThreads, launch.expand_smem_bytes, stream, args,
+                      launch.expand_smem_bytes);
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {
@@ -155,13 +149,14 @@ int32_t group(const aril_group_args& args, void* stream) {
                 detail::kGroupSmemBytes, stream, args);
 }
 
-int32_t experts(const aril_experts_args& args, void* stream) {
+int32_t experts(const aril_experts_launch& launch, void* stream) {
+  const aril_experts_args& args = launch.args;
   return dispatch(args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {
       return experts_f32(args, stream);
     } else {
-      return args.wide_shrink_blocks > 0 ? on_wide_or_route_tiles<T>(args, stream)
+      return args.wide_shrink_blocks > 0 ? on_wide_or_route_tiles<T>(launch, stream)
                                          : on_route_tiles<T>(args, stream);
     }
   });
@@ -182,6 +177,6 @@ extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   return aril::group(*args, stream);
 }
 
-extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
-  return aril::experts(*args, stream);
+extern "C" int32_t aril_experts(const aril_experts_launch* launch, void* stream) {
+  return aril::experts(*launch, stream);
 }

@@ -19,7 +19,6 @@
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
-#include "../host/launch.cuh"
 #include "../ptx/async.cuh"
 #include "../ptx/pdl.cuh"
 #include "large_m_shrink.cuh"
@@ -39,43 +38,11 @@ constexpr int kExpandThreads = 2 * kWarpgroupThreads;
 template <typename T>
 constexpr int kLargeMExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 
-// The most shared memory with which so many blocks fit on a multiprocessor, beside up to a KB of
-// static variables each.
-inline int32_t smem_share(int blocks, int& bytes) {
-  int device, reserved, max_bytes;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  ARIL_TRY(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  bytes = min(bytes / blocks - reserved - (1 << 10), max_bytes);
-  return 0;
-}
-
-// The shared memory of a block: the terms of v, and a ring of two stages, of which three blocks are
-// to fit on a multiprocessor, otherwise two. Two blocks with room for one stage are faster than one
-// with two, and lower ranks than the table's have more stages in as many bytes. 0 if a block has no
-// room for one stage; one of a single slice fits on all devices.
-inline int32_t wide_smem(int v_bytes, int stage_bytes, int blocks, int& smem_bytes) {
-  int most;
-  do {
-    ARIL_TRY(smem_share(blocks, most));
-  } while (v_bytes + (blocks > 2 ? 2 : 1) * stage_bytes > most && --blocks > 0);
-  smem_bytes = v_bytes + stage_bytes <= most ? min(v_bytes + 2 * stage_bytes, most) : 0;
-  return 0;
-}
-
 // The least shared memory of a block: the terms of v, and a stage. The plan gives it room for more
 // (src/plan/shared_memory.rs).
 inline int large_m_expand_smem_bytes(const aril_weights& weights) {
   return rank_steps(weights) * kTerms * kTermBytes + ARIL_WIDE_TILE * kChunkRowBytes +
          kChunkOuts * rank_tiles(weights) * 16;
-}
-
-template <typename T>
-int32_t large_m_expand_smem(const aril_weights& weights, int& smem_bytes) {
-  return wide_smem(rank_steps(weights) * kTerms * kTermBytes,
-                   ARIL_WIDE_TILE * kChunkRowBytes + kChunkOuts * rank_tiles(weights) * 16,
-                   kLargeMExpandBlocks<T>, smem_bytes);
 }
 
 // Copies `count` adjacent outputs. Those that are `whole` move 16 bytes at a time, or in bulk

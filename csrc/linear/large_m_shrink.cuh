@@ -20,7 +20,6 @@
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
 #include "../device/vec.cuh"
-#include "../host/launch.cuh"
 #include "../ptx/async.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/pdl.cuh"
@@ -51,23 +50,6 @@ inline constexpr int shrink_blocks<kMaxRankTiles> = 1;
 template <int kRankTiles>
 constexpr int large_m_shrink_smem_bytes(int warpgroups) {
   return kStages * (kInputBytes + warpgroups * kRankTiles * kStageATileBytes);
-}
-
-// The shape of a block of shrink for `rank_tiles` in all: a warpgroup for every kRankTiles, up to
-// `most_warpgroups` and as far as shared memory goes.
-template <int kRankTiles>
-int32_t large_m_shrink_blocks(int rank_tiles, int most_warpgroups, int& warpgroups,
-                              int& smem_bytes) {
-  int max_bytes;
-  ARIL_TRY(max_smem_bytes(max_bytes));
-  const auto bytes = large_m_shrink_smem_bytes<kRankTiles>;
-  warpgroups = 1;
-  while (kRankTiles == kMaxRankTiles && warpgroups < most_warpgroups &&
-         warpgroups * kRankTiles < rank_tiles && bytes(warpgroups + 1) <= max_bytes) {
-    ++warpgroups;
-  }
-  smem_bytes = bytes(warpgroups);
-  return 0;
 }
 
 // sums = x A^T of a chain: 64 rows, 64 features, kRankTiles rank tiles, by a warpgroup. x has rows

@@ -21,7 +21,6 @@
 #include "../device/product.cuh"
 #include "../device/reduction.cuh"
 #include "../device/token_tile.cuh"
-#include "../host/launch.cuh"
 #include "../ptx/async.cuh"
 #include "block.cuh"
 #include "route_tiles.cuh"

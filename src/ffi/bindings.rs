@@ -209,6 +209,7 @@ pub struct aril_forward_map {
     pub tensor_maps: [[u64; 16usize]; 8usize],
     pub splits: i32,
     pub units: i32,
+    pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 4usize],
 }
 #[repr(C)]
@@ -218,6 +219,7 @@ pub struct aril_base_weights {
     pub in_features: i32,
     pub splits: i32,
     pub units: i32,
+    pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 4usize],
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
@@ -387,6 +389,15 @@ pub struct aril_experts_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_experts_launch {
+    pub args: aril_experts_args,
+    pub rank_tiles: i32,
+    pub warpgroups: i32,
+    pub shrink_smem_bytes: i32,
+    pub expand_smem_bytes: i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_pack_factor {
     pub source: *const ::core::ffi::c_void,
     pub target: *mut ::core::ffi::c_void,
@@ -481,7 +492,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_experts(
-        args: *const aril_experts_args,
+        launch: *const aril_experts_launch,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

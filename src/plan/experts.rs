@@ -6,16 +6,20 @@ use super::{
     capacity::{Capacity, RouteCapacity},
     device::Device,
     error::PlanError,
+    thresholds::{GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, is_staged},
+    workspace::WorkspaceBytes,
+};
+#[cfg(any(feature = "cuda", test))]
+use super::{
+    shared_memory,
     thresholds::{
-        GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
+        OUT_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
         experts::{
             EXPAND_PIECES, MIN_OUTS_PER_WARP, SHRINK_PIECES, WIDE_OUTS, max_blocks, max_blocks_beside_base,
             max_wide_expand, max_wide_shrink, outs_per_warp,
         },
-        is_staged,
-        linear::LARGE_M_RANK_TILES,
+        linear::{LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, warpgroup_rank_tiles},
     },
-    workspace::WorkspaceBytes,
 };
 use crate::{
     DType,
@@ -48,8 +52,8 @@ pub struct ProjectionPlan {
 }
 
 /// How expand divides its work.
+#[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 pub(crate) enum ExpandBy {
     /// By tile of routes and by range of outputs of one slice.
     Slices,
@@ -60,6 +64,7 @@ pub(crate) enum ExpandBy {
 }
 
 /// Grid sizes of shrink and expand, and outputs per expand block (wide tiles) or warp (small tiles). All choices are bit-identical.
+#[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct GridSizes {
     pub(crate) shrink: usize,
@@ -68,11 +73,25 @@ pub(crate) struct GridSizes {
 }
 
 /// Launch configuration of one operation.
+#[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ProjectionLaunch {
     pub(crate) small: GridSizes,
     /// Set if wide tiles are possible. The device chooses the tile size.
-    pub(crate) wide: Option<GridSizes>,
+    pub(crate) wide: Option<WideLaunch>,
+}
+
+/// The launches on wide tiles.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct WideLaunch {
+    pub(crate) grid: GridSizes,
+    /// Of a block of shrink: rank tiles of a warpgroup, and warpgroups.
+    pub(crate) rank_tiles: usize,
+    pub(crate) warpgroups: usize,
+    /// Shared memory of a block, in bytes.
+    pub(crate) shrink_bytes: usize,
+    pub(crate) expand_bytes: usize,
 }
 
 impl ExpertsPlan {
@@ -171,10 +190,15 @@ impl ProjectionPlan {
         !self.is_wide(num_routes)
     }
 
-    /// Grid sizes for a batch of `num_tokens` tokens with `top_k` experts each, of an operation that runs beside the base operation in
-    /// front or not.
-    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
-    pub(crate) fn launch(&self, num_tokens: usize, top_k: usize, by: ExpandBy, beside_base: bool) -> ProjectionLaunch {
+    /// The launches for a batch of `num_tokens` tokens with `top_k` experts each, of adapters in a table of ranks up to `table_rank`, which
+    /// is at most the capacity's; of an operation that runs beside the base operation in front or not.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn launch(
+        &self,
+        (num_tokens, top_k, table_rank): (usize, usize, usize),
+        by: ExpandBy,
+        beside_base: bool,
+    ) -> ProjectionLaunch {
         let (num_routes, multiprocessors) = (num_tokens * top_k, self.device.multiprocessors);
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
@@ -182,11 +206,17 @@ impl ProjectionPlan {
             let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
             let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
             let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
-            GridSizes {
+            let grid = GridSizes {
                 shrink: ((tiles + of_tokens) * shrink_pieces).min(max_wide_shrink(multiprocessors)),
                 expand: (tiles * expand_pieces).min(max_wide_expand(multiprocessors)),
                 outs: WIDE_OUTS,
-            }
+            };
+            let all_rank_tiles = self.num_slices * table_rank.div_ceil(RANK_TILE);
+            let rank_tiles = warpgroup_rank_tiles(all_rank_tiles);
+            let most = LARGE_M_WARPGROUPS.min(all_rank_tiles.div_ceil(rank_tiles));
+            let (warpgroups, shrink_bytes) = shared_memory::wide_shrink(rank_tiles, most, self.device);
+            let expand_bytes = shared_memory::wide_expand(table_rank, self.device);
+            WideLaunch { grid, rank_tiles, warpgroups, shrink_bytes, expand_bytes }
         });
         let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
         let of_tokens = if self.from_tokens {
@@ -196,7 +226,7 @@ impl ProjectionPlan {
         };
         let shrink_pieces = rank_tiles * self.num_slabs();
         let (expand_tiles, outs, slices) = match by {
-            ExpandBy::Slices => (tiles, outs_per_warp(self.capacity.max_rank), self.num_slices),
+            ExpandBy::Slices => (tiles, self.outs_per_warp(table_rank), self.num_slices),
             ExpandBy::Routes => (tiles, MIN_OUTS_PER_WARP, 1),
             ExpandBy::Tokens => (num_tokens, MIN_OUTS_PER_WARP, 1),
         };
@@ -218,8 +248,17 @@ impl ProjectionPlan {
         ProjectionLaunch { small, wide }
     }
 
+    /// Outputs of one slice that a warp of expand computes.
+    #[cfg(any(feature = "cuda", test))]
+    fn outs_per_warp(&self, table_rank: usize) -> usize {
+        let outs = outs_per_warp(self.capacity.max_rank);
+        let fit = shared_memory::warps_of_experts(table_rank, outs) <= shared_memory::of_block(self.device);
+        if fit { outs } else { OUT_TILE }
+    }
+
     /// The largest number of tiles in `num_routes` routes. Each pair of a slot and an expert can leave one tile partly filled, as
     /// can the routes without a slot and the routes that are not local.
+    #[cfg(any(feature = "cuda", test))]
     fn max_tiles(&self, size: usize, num_routes: usize) -> usize {
         let groups = self.num_experts * self.capacity.num_slots + 2;
         (num_routes + (size - 1) * groups.min(num_routes)) / size
@@ -300,8 +339,8 @@ mod tests {
     fn printed_of(plan: &ExpertsPlan, (num_tokens, top_k): (usize, usize), by: ExpandBy, beside_base: bool) -> String {
         let blocks = |GridSizes { shrink, expand, outs }: GridSizes| format!("{shrink} + {expand} of {outs}");
         let projections = [plan.gate_up(), plan.down()].map(|projection| {
-            let launch = projection.launch(num_tokens, top_k, by, beside_base);
-            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide))).unwrap_or_default();
+            let launch = projection.launch((num_tokens, top_k, plan.capacity().max_rank), by, beside_base);
+            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide.grid))).unwrap_or_default();
             blocks(launch.small) + &wide
         });
         projections.join("; ")
@@ -353,5 +392,45 @@ mod tests {
         for (number, (printed, expected)) in launches.into_iter().enumerate() {
             assert_eq!(printed, expected, "launch {number}");
         }
+    }
+
+    /// Rank tiles of a warpgroup, warpgroups, and bytes of shrink and of expand, of gate_up and then of down. A warpgroup need not have
+    /// room for a slice, as it must in a linear layer.
+    #[test]
+    fn blocks_of_wide_tiles_are_those_that_were_measured() {
+        let blocks = |rank: usize, device: Device| {
+            let qwen3 = Experts::new("m", 128, 2048, 768).top_k(8);
+            let plan = plan(qwen3, Capacity::tokens(4096).slots(4).rank(rank)).on(device);
+            [plan.gate_up(), plan.down()].map(|plan| {
+                let wide = plan.launch((512, 8, rank), ExpandBy::Slices, false).wide.unwrap();
+                [wide.rank_tiles, wide.warpgroups, wide.shrink_bytes, wide.expand_bytes]
+            })
+        };
+        let launches = [
+            (8, [[2, 1, 40_960, 49_152], [2, 1, 40_960, 49_152]]),
+            (16, [[4, 1, 49_152, 53_248], [2, 1, 40_960, 53_248]]),
+            (32, [[8, 1, 65_536, 65_536], [4, 1, 49_152, 65_536]]),
+            (64, [[8, 2, 98_304, 90_112], [8, 1, 65_536, 90_112]]),
+            (128, [[8, 3, 131_072, 114_688], [8, 2, 98_304, 114_688]]),
+        ];
+        for (rank, expected) in launches {
+            assert_eq!(blocks(rank, Device::H100), expected, "rank {rank}");
+        }
+        let little = Device { shared_bytes: 99 << 10, shared_bytes_per_multiprocessor: 100 << 10, ..Device::H100 };
+        assert_eq!(blocks(128, little), [[8, 1, 65_536, 89_088], [8, 1, 65_536, 89_088]]);
+    }
+
+    /// A warp has 128 outputs up to rank 16, where its block has shared memory for them: 96 KB beside static variables.
+    #[test]
+    fn warps_have_as_many_outputs_as_fit() {
+        let outs = |rank, kilobytes: usize| {
+            let qwen3 = Experts::new("m", 128, 2048, 768).top_k(8);
+            let plan = plan(qwen3, Capacity::tokens(4096).slots(4).rank(rank));
+            let plan = plan.on(Device { shared_bytes: kilobytes << 10, ..Device::H100 });
+            plan.down().launch((8, 8, rank), ExpandBy::Slices, false).small.outs
+        };
+        assert_eq!([99, 107, 108, 227].map(|kilobytes| outs(16, kilobytes)), [64, 64, 128, 128]);
+        assert_eq!([99, 227].map(|kilobytes| outs(8, kilobytes)), [128, 128]);
+        assert_eq!(outs(17, 227), 64);
     }
 }

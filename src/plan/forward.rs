@@ -22,6 +22,9 @@ use crate::{
     model::{LinearSite, SliceSite},
 };
 
+#[cfg(feature = "cuda")]
+use super::thresholds::forward::TRIGGER_BOXES;
+
 /// How a fused linear layer is launched: `y = x Wᵀ + bias + scaling · B (A x)`, of up to [`MAX_FORWARD_TOKENS`] tokens.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ForwardPlan {
@@ -155,6 +158,10 @@ impl ForwardPlan {
     pub(crate) fn units(&self) -> usize {
         self.units
     }
+
+    /// Boxes of features that a block has left to load when its dependents begin.
+    #[cfg(feature = "cuda")]
+    pub(crate) const TRIGGER_BOXES: usize = TRIGGER_BOXES;
 
     /// The bounds it was planned for.
     pub fn capacity(&self) -> Capacity {

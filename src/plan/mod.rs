@@ -13,6 +13,7 @@ mod mode;
 mod ring;
 #[cfg(any(feature = "cuda", test))]
 mod shared_memory;
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 mod thresholds;
 mod workspace;
 
@@ -20,7 +21,7 @@ pub(crate) use self::linear::check_outputs;
 #[cfg(feature = "cuda")]
 pub(crate) use self::{
     capacity::limit,
-    experts::ExpandBy,
+    experts::{ExpandBy, WideLaunch},
     linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns},
     ring::Ring,
     thresholds::GroupedBy,

@@ -3,8 +3,8 @@
 use super::{
     device::Device,
     thresholds::{
-        K_TILE, K_TILES_PER_SLAB, OUT_TILE, RANK_TILE, STATIC_BYTES, TOKENS_PER_TILE, WARPS, WIDE_TILE, is_staged,
-        linear::LARGE_M_OUTS,
+        K_TILE, K_TILES_PER_SLAB, OUT_TILE, RANK_TILE, ROUTES_PER_TILE, STATIC_BYTES, TOKENS_PER_TILE, WARPS,
+        WIDE_TILE, is_staged, linear::LARGE_M_OUTS,
     },
 };
 
@@ -27,6 +27,11 @@ fn terms(tokens: usize, max_rank: usize) -> usize {
 /// So many rows of B.
 fn b(outs: usize, max_rank: usize) -> usize {
     outs * max_rank.next_multiple_of(RANK_TILE) * ELEM
+}
+
+/// Expand of small tiles of routes by warps of so many outputs each, at ranks that need one product: two stages of B and y.
+pub(super) fn warps_of_experts(max_rank: usize, outs: usize) -> usize {
+    WARPS * 2 * (b(outs, max_rank) + ROUTES_PER_TILE * outs * ELEM)
 }
 
 /// Shrink and expand of a small tile, of `num_tokens` tokens if they are few.

@@ -33,7 +33,6 @@ pub(super) const WARPS: usize = ffi::ARIL_WARPS as usize;
 /// Outputs in a tile of B.
 pub(super) const OUT_TILE: usize = ffi::ARIL_OUT_TILE as usize;
 /// Shared memory that is reserved for a kernel's static variables, in bytes.
-#[cfg(any(feature = "cuda", test))]
 pub(super) const STATIC_BYTES: usize = ffi::ARIL_STATIC_BYTES as usize;
 
 /// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
@@ -88,10 +87,8 @@ pub(super) mod linear {
     /// The most warpgroups of a shrink block (large_m) of [`LARGE_M_RANK_TILES`] rank tiles each. Where a warpgroup has room for a slice,
     /// blocks of one are faster, though each reads x, than large ones, which have a multiprocessor for themselves; adapters of lower ranks
     /// than the table's need few of these blocks (H200, `benches/record/designs.md`).
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = ffi::ARIL_MAX_WARPGROUPS as usize;
     /// Rank tiles of a warpgroup, for so many of all slices: those of the three kernels.
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn warpgroup_rank_tiles(rank_tiles: usize) -> usize {
         match rank_tiles {
             0..=2 => 2,
@@ -101,7 +98,6 @@ pub(super) mod linear {
     }
     /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank tiles. A block of
     /// more warpgroups has it to itself.
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn resident_shrink(rank_tiles: usize) -> usize {
         match rank_tiles {
             0..=2 => 5,
@@ -111,11 +107,9 @@ pub(super) mod linear {
     }
     /// The time of a K tile beside so many resident blocks, and of the start of a block: a model of an H200
     /// (`benches/record/designs.md`, "Turns of blocks").
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn shrink_k_tile(resident: usize) -> usize {
         4 * (resident + 1)
     }
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const SHRINK_START: usize = 10;
     /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
@@ -129,7 +123,6 @@ pub(super) mod linear {
     pub(in crate::plan) const fn resident_expand(max_rank: usize) -> usize {
         if max_rank <= 40 { 3 } else { 2 }
     }
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
     /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
     /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
@@ -139,16 +132,13 @@ pub(super) mod linear {
     }
     /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
     /// blocks for a batch of few, which take turns on more tiles.
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const FEW_TILES: usize = 8;
     /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle (H200,
     /// `benches/record/designs.md`, "Tables of many slots").
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn most_blocks(multiprocessors: usize) -> usize {
         multiprocessors * 125 / 11
     }
     /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same table).
-    #[cfg(any(feature = "cuda", test))]
     pub(in crate::plan) const fn turns_blocks(multiprocessors: usize) -> usize {
         multiprocessors * 9 / 2
     }
@@ -178,10 +168,8 @@ pub(super) mod experts {
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
     pub(in crate::plan) const MIN_OUTS_PER_WARP: usize = ffi::ARIL_OUT_UNIT as usize;
 
-    /// Outputs of one slice that a warp of expand computes. Up to rank 16, 128 are up to 6 % faster than 64.
-    ///
-    /// The launch falls back to one output tile (`on_route_tiles` of `csrc/moe.cu`) if a block may use too little shared memory for
-    /// this many. It depends on the device, and a plan is made without one: on a host without CUDA too.
+    /// Outputs of one slice that a warp of expand computes, where a block has shared memory for them. Up to rank 16, 128 are up to 6 %
+    /// faster than an output tile, 64, which fits everywhere (`have_room_everywhere` of `csrc/moe/expand.cuh`).
     pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
         if max_rank <= 16 { 128 } else { OUT_TILE }
     }
@@ -251,6 +239,10 @@ pub(super) mod forward {
     /// the batch; tokens of a segment.
     pub(in crate::plan) const BOX_FEATURES: usize = ffi::ARIL_FORWARD_BOX_FEATURES as usize;
     pub(in crate::plan) const MAX_STAGES: usize = ffi::ARIL_FORWARD_STAGES as usize;
+    /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 % slower with 8, 3 to 5 %
+    /// with 32.)
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const TRIGGER_BOXES: usize = 16;
     pub(in crate::plan) const DELTA_WARPS: usize = ffi::ARIL_FORWARD_DELTA_WARPS as usize;
     pub(in crate::plan) const BATCH_BYTES: usize = ffi::ARIL_FORWARD_BATCH_BYTES as usize;
     pub(in crate::plan) const SEGMENT_TOKENS: usize = ffi::ARIL_SEGMENT_TOKENS as usize;

@@ -14,7 +14,7 @@ use crate::{
     error::OperandError,
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError},
+    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, WideLaunch},
     routing::WeightsOn,
 };
 
@@ -143,9 +143,9 @@ macro_rules! operation {
             raw::MatrixRef(x): raw::MatrixRef,
             raw::MatrixMut(y): raw::MatrixMut,
         ) -> Result<(), LaunchError> {
-            let args = self.args(step, routes, Form::$form, Matrices { x, y, out: None })?;
+            let launch = self.launch(step, routes, Form::$form, Matrices { x, y, out: None })?;
             // SAFETY: the caller's obligations.
-            unsafe { self.launch(&args, routes, step.stream) }
+            unsafe { self.run(&launch, routes, step.stream) }
         }
     };
 }
@@ -270,9 +270,9 @@ impl LoraExperts {
         raw::MatrixMut(out): raw::MatrixMut,
         activation: Activation,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, routes, Form::Activate(activation), Matrices { x, y, out: Some(out) })?;
+        let launch = self.launch(step, routes, Form::Activate(activation), Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(&args, routes, step.stream) }
+        unsafe { self.run(&launch, routes, step.stream) }
     }
 
     #[doc = include_str!("../../docs/operations/experts_combine.md")]
@@ -309,9 +309,9 @@ impl LoraExperts {
         raw::MatrixRef(y): raw::MatrixRef,
         raw::MatrixMut(out): raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, routes, Form::Combine, Matrices { x, y, out: Some(out) })?;
+        let launch = self.launch(step, routes, Form::Combine, Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.launch(&args, routes, step.stream) }
+        unsafe { self.run(&launch, routes, step.stream) }
     }
 
     /// Enqueues an operation that reads `y`, and writes `out`.
@@ -337,27 +337,28 @@ impl LoraExperts {
         matrices: Matrices,
         operands: [Option<Operand<'_>>; 3],
     ) -> Result<(), LaunchError> {
-        let mut args = self.args(&step.raw(), &routes.raw, form, matrices)?;
+        let mut launch = self.launch(&step.raw(), &routes.raw, form, matrices)?;
         routes.check(step)?;
         let GroupedRoutes { raw: routes, top_k, .. } = routes;
         let [x, y, out] = operands.map(|operand| operand.map(|(name, memory)| (name, memory as &mut dyn Memory)));
         let [ids, weights, rows] = top_k.operands();
         // The routes have the addresses of the router's choice.
         step.check([x, y, out, ids, weights, rows])?.enqueue(|[x, y, out, ..], stream| {
+            let args = &mut launch.args;
             (args.x, args.y, args.out) = (x as *const c_void, y as *mut c_void, out as *mut c_void);
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The routes belong to the queue, too.
-            unsafe { self.launch(&args, routes, stream) }
+            unsafe { self.run(&launch, routes, stream) }
         })
     }
 
-    /// Checks the operands and returns the arguments of the C ABI.
-    fn args(
+    /// Checks the operands and returns the launch of the C ABI.
+    fn launch(
         &self,
         step: &raw::Step,
         routes: &raw::GroupedRoutes,
         form: Form,
         matrices: Matrices,
-    ) -> Result<ffi::aril_experts_args, LaunchError> {
+    ) -> Result<ffi::aril_experts_launch, LaunchError> {
         let raw::Step { table, workspace, .. } = step;
         let contract::Experts { site: experts, plan: of_layer, .. } = &self.contract;
         let (num_tokens, top_k) = (routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
@@ -376,8 +377,9 @@ impl LoraExperts {
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
         let beside_base = routes.beside_base && form.may_shrink_beside_base();
-        let launch = plan.launch(num_tokens, top_k, form.expand_by(), beside_base);
-        let wide = launch.wide.unwrap_or_default();
+        let launch = plan.launch((num_tokens, top_k, table.max_rank()), form.expand_by(), beside_base);
+        let WideLaunch { grid: wide, rank_tiles, warpgroups, shrink_bytes, expand_bytes } =
+            launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
         let (_, up_slice) = experts.gate_and_up();
         let weighted = match form {
@@ -385,7 +387,7 @@ impl LoraExperts {
             _ if from_tokens => routes.weights_on == WeightsOn::Input,
             _ => routes.weights_on == WeightsOn::Rows,
         };
-        Ok(ffi::aril_experts_args {
+        let args = ffi::aril_experts_args {
             dtype: dtype_code(of_layer.dtype()),
             num_tokens: int(num_tokens)?,
             max_tiles: int(routes.batch.max_small_tiles)?,
@@ -423,17 +425,24 @@ impl LoraExperts {
             routing: routes.batch.routing,
             top_k: routes.top_k,
             groups: routes.groups,
+        };
+        Ok(ffi::aril_experts_launch {
+            args,
+            rank_tiles: int(rank_tiles)?,
+            warpgroups: int(warpgroups)?,
+            shrink_smem_bytes: int(shrink_bytes)?,
+            expand_smem_bytes: int(expand_bytes)?,
         })
     }
 
-    unsafe fn launch(
+    unsafe fn run(
         &self,
-        args: &ffi::aril_experts_args,
+        launch: &ffi::aril_experts_launch,
         routes: &mut raw::GroupedRoutes,
         stream: raw::Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(ffi::aril_experts, args, args.num_tokens, stream.as_raw()) }?;
+        unsafe { self.kernels.launch(ffi::aril_experts, launch, launch.args.num_tokens, stream.as_raw()) }?;
         // Operations in f32 do not group routes.
         routes.grouped |= self.plan().dtype() != DType::F32;
         Ok(())

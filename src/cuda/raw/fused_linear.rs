@@ -73,13 +73,15 @@ impl FusedLinear {
             in_features: int(site.in_features())?,
             splits: int(plan.splits())?,
             units: int(plan.units())?,
+            trigger_boxes: int(ForwardPlan::TRIGGER_BOXES)?,
             rings,
             num_slices: int(slices.len())?,
             out_features,
             slices: ptrs,
             strides,
         };
-        let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0, rings };
+        let mut map =
+            ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0, trigger_boxes: 0, rings };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
