@@ -71,7 +71,9 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
         fence_async_proxy();
         __syncthreads();
       }
-      small_m_expand<T, kStaged>(
+      // Turns take registers. Where a second unit's y does not fit beside them, it would be stored
+      // in local memory.
+      small_m_expand<T, kStaged, kTakesTurns ? 1 : 2>(
           tile.count, [&](int) { return row.expand_row(tile, module, p); }, module, outs, shared,
           [&] {
             return MailboxSums(p.mailbox, PartialLayout(p), grid.slabs, grid.apart, slice, epoch);

@@ -103,14 +103,13 @@ __device__ __forceinline__ void gather_terms(uint4* operands, int count, int ste
 
 // Adds B v to the outputs `outs` of `count` rows: make_row(t) gives the t-th. make_v(), called
 // after the wait for predecessors, gives an object whose load2(row, r) returns ranks r and r + 1 of
-// v, unscaled, and whose lacks(row) says that y of a row must stay as it is. `turn` counts the
-// block's calls.
-template <typename T, bool kStaged, typename MakeRow, typename MakeV>
+// v, unscaled, and whose lacks(row) says that y of a row must stay as it is. y of kAhead units of a
+// warp is in flight. `turn` counts the block's calls.
+template <typename T, bool kStaged, int kAhead = 2, typename MakeRow, typename MakeV>
 __device__ __forceinline__ void small_m_expand(int count, const MakeRow& make_row,
                                                const aril_descriptor& module,
                                                const BlockOuts<T>& outs, unsigned char* shared,
                                                const MakeV& make_v, int turn = 0) {
-  constexpr int kAhead = 2;  // units of a warp whose y is in flight
   __shared__ TransactionBarrier barrier;
   __shared__ ExpandRow rows[ARIL_TOKENS_PER_TILE];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
