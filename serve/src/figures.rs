@@ -85,7 +85,7 @@ const WARM_UPS: usize = 3;
 
 /// Sequences of a prefill, each with an adapter of its own or none, and its timed runs.
 const PREFILL_SEQUENCES: usize = 8;
-const PREFILLS: usize = 3;
+const PREFILLS: usize = 5;
 
 /// How long a rank waits for another.
 const RANK_LIMIT: Duration = Duration::from_secs(120);
@@ -614,37 +614,26 @@ fn measure_prefill(
         record.failures.push(sentence);
         return Ok(());
     };
-    let mut without = 0.0;
-    for count in [0, PREFILL_SEQUENCES] {
-        let slots: Vec<Slot> = match count {
-            0 => vec![Slot::BASE; PREFILL_SEQUENCES],
-            _ => leases.iter().map(Lease::slot).collect(),
-        };
-        let step = prefill(&model.config, &slots, len)?;
-        let mut times = Vec::new();
-        for run in 0..=PREFILLS {
-            let us = measure_forward(model, Slots::Pool(&adapters.pool), session, &step)?;
-            // The first run loads what is loaded lazily.
+    let base = vec![Slot::BASE; PREFILL_SEQUENCES];
+    let adapted: Vec<Slot> = leases.iter().map(Lease::slot).collect();
+    let steps = [prefill(&model.config, &base, len)?, prefill(&model.config, &adapted, len)?];
+    let mut times = [const { Vec::new() }; 2];
+    // In turn, as a device that gets warm becomes slower. The first runs load what is loaded lazily.
+    for run in 0..=PREFILLS {
+        for (step, times) in steps.iter().zip(&mut times) {
+            let us = measure_forward(model, Slots::Pool(&adapters.pool), session, step)?;
             if run > 0 {
                 times.push(us);
             }
         }
-        let p50_us = percentile(&mut times, 50);
-        let tokens = step.ids.len();
-        let added = if count == 0 { String::new() } else { format!("{:+.1} %", (p50_us / without - 1.0) * 100.0) };
-        record.print(&format!("prefill of {tokens} tokens, {count} adapters: {:.2} ms {added}", p50_us / 1e3));
-        if count == 0 {
-            without = p50_us;
-        }
-        record.prefills.push(Prefill {
-            model: name.to_owned(),
-            tokens,
-            sequences: PREFILL_SEQUENCES,
-            adapters: count,
-            rank: if count == 0 { 0 } else { rank },
-            runs: times.len(),
-            p50_us,
-        });
+    }
+    let p50_us = times.each_mut().map(|times| percentile(times, 50));
+    let tokens = steps[0].ids.len();
+    let added = format!(" {:+.1} %", (p50_us[1] / p50_us[0] - 1.0) * 100.0);
+    for (p50_us, adapters, rank, added) in [(p50_us[0], 0, 0, ""), (p50_us[1], PREFILL_SEQUENCES, rank, &*added)] {
+        record.print(&format!("prefill of {tokens} tokens, {adapters} adapters: {:.2} ms{added}", p50_us / 1e3));
+        let (model, sequences, runs) = (name.to_owned(), PREFILL_SEQUENCES, PREFILLS);
+        record.prefills.push(Prefill { model, tokens, sequences, adapters, rank, runs, p50_us });
     }
     adapters.give_back(leases)
 }
