@@ -22,7 +22,7 @@ use crate::{
     error::OperandError,
     extent::Extent,
     model::{ModelId, SliceSite},
-    plan::Capacity,
+    plan::{Capacity, PlanError},
 };
 
 /// The table and the batch of a step.
@@ -46,6 +46,9 @@ impl StepShape {
         }
         OperandError::within("the weights' num_slots", self.num_slots, capacity.num_slots)?;
         OperandError::within("the weights' max_rank", self.max_rank, capacity.max_rank)?;
+        if self.max_rank == 0 {
+            return Err(PlanError::Limit { what: "the weights' max_rank", value: 0, max: capacity.max_rank }.into());
+        }
         OperandError::within("the batch's tokens", self.num_tokens, max_tokens)
     }
 }
@@ -95,5 +98,26 @@ impl Slices<Shape> {
             }
             got => Err(OperandError::Slices { operand: "y", got, want: slices.len() }),
         }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use crate::model::{ModelSpec, TpRank};
+
+    /// A table of an engine has the ranks that the engine says. Without any, a launch would have no blocks.
+    #[test]
+    fn tables_have_ranks_of_the_capacity() {
+        let model = ModelSpec::new().shard(TpRank::SINGLE).unwrap().id();
+        let capacity = Capacity::tokens(1).slots(1).rank(8);
+        let check = |max_rank| {
+            let step = StepShape { model, dtype: DType::BF16, num_slots: 1, max_rank, num_tokens: 1 };
+            step.check(model, DType::BF16, capacity, 1).map_err(|error| error.to_string())
+        };
+        assert_eq!([1, 8].map(check), [Ok(()), Ok(())]);
+        assert_eq!(check(0).unwrap_err(), "the weights' max_rank is 0, but must be 1 to 8");
+        assert_eq!(check(9).unwrap_err(), "the weights' max_rank is 9, but must be at most 8");
     }
 }

@@ -116,7 +116,7 @@ pub struct Table {
 
 impl Table {
     /// The table at the address `ptr`: [`Descriptor`]s `[num_slots][num_entries]`, row-major, with [`Model::num_entries`] entries
-    /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty.
+    /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty. Operations refuse a `max_rank` of 0.
     pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
