@@ -3,6 +3,8 @@
 // Packs row-major factors in device memory into the layout of aril_descriptor.
 #pragma once
 
+#include <type_traits>
+
 #include "../aril.h"
 #include "../ptx/pdl.cuh"
 #include "descriptor.cuh"
@@ -12,30 +14,36 @@ namespace aril::detail {
 
 constexpr int kPackThreads = 256;
 // Rows of cores of a thread, whose loads are in flight together.
-constexpr int kPackRows = 4;
+constexpr int kPackRows = 2;
 constexpr int kPackBlockRows = kPackThreads * kPackRows;
 
 // A row of a core: eight consecutive elements of a row of the source.
 struct CoreRow {
   int row;
   int col;
+  int target;  // among the rows of the cores
 };
 
-// Where row `i` of the cores of A comes from.
+// Row `i` of the cores of A, in the order of the target: a warp reads 64 bytes of eight rows.
 __device__ __forceinline__ CoreRow row_of_a(int i, int rank_tiles) {
   constexpr int kCores = ARIL_K_TILE / ARIL_CORE;
   const int core = i / ARIL_CORE, tile = core / kCores;
   return {tile % rank_tiles * ARIL_RANK_TILE + i % ARIL_CORE,
-          tile / rank_tiles * ARIL_K_TILE + core % kCores * ARIL_CORE};
+          tile / rank_tiles * ARIL_K_TILE + core % kCores * ARIL_CORE, i};
 }
 
-// The same of B.
+// The same of B, in an order in which a warp reads and writes few lines: that of the target would
+// read 16 bytes of 32 rows. Here, up to four rank tiles, which are side by side in the source, take
+// turns with cores.
 __device__ __forceinline__ CoreRow row_of_b(int i, int rank_tiles) {
   constexpr int kCores = ARIL_OUT_TILE / ARIL_CORE;
-  const int core = i / ARIL_CORE, tile = core / kCores, n = i % ARIL_CORE;
-  const int unit = core % kCores / 4, j = core % 4;
-  return {tile / rank_tiles * ARIL_OUT_TILE + unit * ARIL_OUT_UNIT + n / 2 * 8 + 2 * j + n % 2,
-          tile % rank_tiles * ARIL_RANK_TILE};
+  const int group = rank_tiles % 4 == 0 ? 4 : rank_tiles % 2 == 0 ? 2 : 1;
+  const int n = i % ARIL_CORE, cores = i / ARIL_CORE / group, in_group = i / ARIL_CORE % group;
+  const int core = cores % kCores, groups = cores / kCores * group;
+  const int rank_tile = groups % rank_tiles + in_group, out_tile = groups / rank_tiles;
+  const int unit = core / 4, j = core % 4;
+  return {out_tile * ARIL_OUT_TILE + unit * ARIL_OUT_UNIT + n / 2 * 8 + 2 * j + n % 2,
+          rank_tile * ARIL_RANK_TILE, ((groups + in_group) * kCores + core) * ARIL_CORE + n};
 }
 
 // The elements of a row of a core.
@@ -43,6 +51,16 @@ template <typename T>
 struct alignas(16) Elements {
   T values[ARIL_CORE];
 };
+
+// Rounds to nearest, ties to even.
+template <typename T, typename S>
+__device__ __forceinline__ T convert(S value) {
+  if constexpr (std::is_same_v<T, S>) {
+    return value;
+  } else {
+    return from_float<T>(to_float(value));
+  }
+}
 
 template <typename S>
 __device__ __forceinline__ Elements<S> load_row(const aril_pack_factor& factor, const CoreRow& at,
@@ -74,7 +92,10 @@ __device__ __forceinline__ int factor_of_block(const aril_pack_args& args) {
 template <typename T, typename S>
 __global__ void __launch_bounds__(kPackThreads)
     pack_kernel(const __grid_constant__ aril_pack_args args) {
-  wait_for_predecessors();
+  // Only launches of this kernel are in front of it, behind a memset, and none writes what another
+  // reads: those of a call run side by side.
+  if (is_first_block()) wait_for_predecessors();
+  launch_dependents();
   const aril_pack_factor& factor = args.factors[factor_of_block(args)];
   const bool is_b = factor.is_b != 0;
   const int rank_tiles = ceil_div(is_b ? factor.cols : factor.rows, ARIL_RANK_TILE);
@@ -82,14 +103,17 @@ __global__ void __launch_bounds__(kPackThreads)
   const int begin = (static_cast<int>(blockIdx.x) - factor.first_block) * kPackBlockRows +
                     static_cast<int>(threadIdx.x);
   Elements<S> rows[kPackRows];
+  int targets[kPackRows];
 #pragma unroll
   for (int k = 0; k < kPackRows; ++k) {
     const int i = begin + k * kPackThreads;
     if (i >= factor.core_rows) continue;
     const CoreRow at = is_b ? row_of_b(i, rank_tiles) : row_of_a(i, rank_tiles);
+    targets[k] = at.target;
     rows[k] = load_row<S>(factor, at, aligned);
   }
-  bool finite = true;
+  // Zero, or NaN once an element is not finite.
+  float zero = 0.0f;
 #pragma unroll
   for (int k = 0; k < kPackRows; ++k) {
     const int i = begin + k * kPackThreads;
@@ -97,12 +121,12 @@ __global__ void __launch_bounds__(kPackThreads)
     Elements<T> packed;
 #pragma unroll
     for (int e = 0; e < ARIL_CORE; ++e) {
-      packed.values[e] = from_float<T>(to_float(rows[k].values[e]));
-      finite = finite && isfinite(to_float(packed.values[e]));
+      packed.values[e] = convert<T>(rows[k].values[e]);
+      zero = fmaf(to_float(packed.values[e]), 0.0f, zero);
     }
-    static_cast<Elements<T>*>(factor.target)[i] = packed;
+    static_cast<Elements<T>*>(factor.target)[targets[k]] = packed;
   }
-  if (!finite) atomicMin(args.not_finite, static_cast<uint32_t>(factor.number));
+  if (isnan(zero)) atomicMin(args.not_finite, static_cast<uint32_t>(factor.number));
 }
 
 }  // namespace aril::detail
