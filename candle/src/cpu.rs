@@ -6,7 +6,7 @@ use std::{
 };
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element, Slices, Slot,
     adapter::SlotImage,
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{LinearId, Model},
@@ -16,7 +16,7 @@ use aril::{
 };
 use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};
 
-use super::{Rows, mixed, unknown};
+use super::{Outputs, Rows, mixed, unknown};
 
 #[derive(Debug)]
 pub(super) struct Cpu {
@@ -64,14 +64,24 @@ impl Cpu {
         &self,
         id: LinearId,
         rows: Rows,
-        (y, y_layout): (&mut CpuStorage, &Layout),
+        y: Outputs<'_, CpuStorage>,
         (x, x_layout): (&CpuStorage, &Layout),
     ) -> Result<()> {
-        match (y, x) {
-            (CpuStorage::BF16(y), CpuStorage::BF16(x)) => self.add(id, rows, (y, y_layout), (x, x_layout)),
-            (CpuStorage::F16(y), CpuStorage::F16(x)) => self.add(id, rows, (y, y_layout), (x, x_layout)),
-            (CpuStorage::F32(y), CpuStorage::F32(x)) => self.add(id, rows, (y, y_layout), (x, x_layout)),
-            (y, x) => Err(mixed(y.dtype(), x.dtype(), self.weights.dtype())),
+        /// The elements of all outputs, if they are of the variant of `x`.
+        macro_rules! add {
+            ($variant:ident, $x:ident) => {{
+                let y = y.into_iter().map(|(y, layout)| match y {
+                    CpuStorage::$variant(y) => Ok((&mut y[..], layout)),
+                    y => Err(mixed(y.dtype(), x.dtype(), self.weights.dtype())),
+                });
+                self.add(id, rows, y.collect::<Result<_>>()?, ($x, x_layout))
+            }};
+        }
+        match x {
+            CpuStorage::BF16(values) => add!(BF16, values),
+            CpuStorage::F16(values) => add!(F16, values),
+            CpuStorage::F32(values) => add!(F32, values),
+            x => Err(mixed(y.first().map_or(x.dtype(), |(y, _)| y.dtype()), x.dtype(), self.weights.dtype())),
         }
     }
 
@@ -79,12 +89,16 @@ impl Cpu {
         &self,
         id: LinearId,
         rows: Rows,
-        (y, y_layout): (&mut [T], &Layout),
+        y: Vec<(&mut [T], &Layout)>,
         (x, x_layout): (&[T], &Layout),
     ) -> Result<()> {
-        let (x_at, y_at) = (super::Matrix::of("x", x_layout)?, super::Matrix::of("y", y_layout)?);
+        let x_at = super::Matrix::of("x", x_layout)?;
         let x = Matrix::strided(&x[x_at.start..], x_at.rows, x_at.cols, x_at.row_stride).map_err(Error::wrap)?;
-        let y = MatrixMut::strided(&mut y[y_at.start..], y_at.rows, y_at.cols, y_at.row_stride).map_err(Error::wrap)?;
+        let y = y.into_iter().map(|(y, layout)| {
+            let at = super::Matrix::of("y", layout)?;
+            MatrixMut::strided(&mut y[at.start..], at.rows, at.cols, at.row_stride).map_err(Error::wrap)
+        });
+        let y = y.collect::<Result<Slices<_>>>()?;
         let slots = match rows {
             Rows::Tokens => &self.tokens,
             Rows::Outputs => &self.outputs,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element, Slices, Slot,
     adapter::SlotImage,
     cuda::{
         Kernels, LoraLinear, Queue, Routing, WeightTable, Workspace,
@@ -24,7 +24,7 @@ use candle_core::{
     },
 };
 
-use super::{Matrix, Rows, mixed, unknown};
+use super::{Matrix, Outputs, Rows, mixed, unknown};
 
 /// Steps that the host may run ahead of the device.
 const STEPS_IN_FLIGHT: usize = 2;
@@ -93,14 +93,18 @@ impl Cuda {
         &self,
         id: LinearId,
         rows: Rows,
-        y: (&mut CudaStorage, &Layout),
+        y: Outputs<'_, CudaStorage>,
         x: (&CudaStorage, &Layout),
     ) -> Result<()> {
-        match (y.0.dtype(), x.0.dtype()) {
-            (CandleDType::BF16, CandleDType::BF16) => self.add::<half::bf16>(id, rows, y, x),
-            (CandleDType::F16, CandleDType::F16) => self.add::<half::f16>(id, rows, y, x),
-            (CandleDType::F32, CandleDType::F32) => self.add::<f32>(id, rows, y, x),
-            (y, x) => Err(mixed(y, x, self.weights.dtype())),
+        let dtype = x.0.dtype();
+        if let Some((y, _)) = y.iter().find(|(y, _)| y.dtype() != dtype) {
+            return Err(mixed(y.dtype(), dtype, self.weights.dtype()));
+        }
+        match dtype {
+            CandleDType::BF16 => self.add::<half::bf16>(id, rows, y, x),
+            CandleDType::F16 => self.add::<half::f16>(id, rows, y, x),
+            CandleDType::F32 => self.add::<f32>(id, rows, y, x),
+            dtype => Err(mixed(dtype, dtype, self.weights.dtype())),
         }
     }
 
@@ -108,10 +112,10 @@ impl Cuda {
         &self,
         id: LinearId,
         rows: Rows,
-        (y, y_layout): (&mut CudaStorage, &Layout),
+        y: Outputs<'_, CudaStorage>,
         (x, x_layout): (&CudaStorage, &Layout),
     ) -> Result<()> {
-        let (x_at, y_at) = (Matrix::of("x", x_layout)?, Matrix::of("y", y_layout)?);
+        let x_at = Matrix::of("x", x_layout)?;
         let routed = match rows {
             Rows::Tokens => &self.tokens,
             Rows::Outputs => &self.outputs,
@@ -120,17 +124,23 @@ impl Cuda {
             bail!("the step's batch was refused")
         };
         let stream = self.queue.stream();
-        if [x.device(), y.device()].iter().any(|device| device.cuda_stream() != *stream) {
+        let mut devices = y.iter().map(|(y, _)| y.device()).chain([x.device()]);
+        if devices.any(|device| device.cuda_stream() != *stream) {
             bail!("an operand is on another device than the adapters")
         }
         let (x, _x_used) = x.as_cuda_slice::<T>()?.device_ptr(stream);
-        let (y, _y_used) = y.as_cuda_slice_mut::<T>()?.device_ptr_mut(stream);
         let address = |begin: u64, at: &Matrix| begin + (at.start * size_of::<T>()) as u64;
         let x = MatrixRef::new::<T>(address(x, &x_at), x_at.rows, x_at.cols).row_stride(x_at.row_stride);
-        let y = MatrixMut::new::<T>(address(y, &y_at), y_at.rows, y_at.cols).row_stride(y_at.row_stride);
+        let (mut outputs, mut used) = (Vec::new(), Vec::new());
+        for (y, layout) in y {
+            let at = Matrix::of("y", layout)?;
+            let (y, y_used) = y.as_cuda_slice_mut::<T>()?.device_ptr_mut(stream);
+            outputs.push(MatrixMut::new::<T>(address(y, &at), at.rows, at.cols).row_stride(at.row_stride));
+            used.push(y_used);
+        }
         // SAFETY: candle's layouts are within its storage, which is used and freed on this stream only. aril owns the table, workspace
         // and routing and orders their uses with the stream. The step's routing has been updated, and is not again while the `Step`
-        // that leads here borrows the adapters. x and y are of different storages: one is borrowed exclusively.
-        unsafe { layer.add_delta_raw(step, x, y) }.map_err(Error::wrap)
+        // that leads here borrows the adapters. x and the outputs are of different storages: all but one are borrowed exclusively.
+        unsafe { layer.add_delta_raw(step, x, outputs.into_iter().collect::<Slices<_>>()) }.map_err(Error::wrap)
     }
 }

@@ -4,6 +4,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod outputs;
 
 use std::fmt;
 
@@ -14,7 +15,7 @@ use aril::{
     plan::Capacity,
     slots::Resident,
 };
-use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, bail};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, Tensor, bail};
 
 /// Adapters in the slots of a table on a candle device, and the linear layers that they adapt.
 ///
@@ -156,6 +157,8 @@ impl<'a> Step<'a> {
 /// adjacent; rows may be any distance apart, as in a part of a wider tensor that `narrow` gives. Rows without an adapter keep every bit.
 ///
 /// It fails, and leaves `y` unchanged, if an operand is none of these, is on another device, or if `x` shares its storage with `y`.
+///
+/// Outputs in tensors of their own, one for each slice, are for [`add_to`](Self::add_to).
 #[derive(Clone, Copy, Debug)]
 pub struct Delta<'a> {
     adapters: &'a Adapters,
@@ -170,26 +173,52 @@ enum Rows {
     Outputs,
 }
 
+impl Delta<'_> {
+    /// Adds the deltas of all slices of the layer in one operation, to a tensor `[.., out_features]` for each slice, in their order. Each
+    /// is as `y` is for the in-place operation; their rows may be at different distances. One tensor is the output of all slices.
+    ///
+    /// # Errors
+    /// As for the in-place operation, also if two of the tensors share a storage: the parts of a wider output go into the in-place operation
+    /// together. All outputs are then unchanged.
+    pub fn add_to<'t>(&self, y: impl IntoIterator<Item = &'t Tensor>, x: &Tensor) -> Result<()> {
+        outputs::add(self, &y.into_iter().collect::<Vec<_>>(), x)
+    }
+}
+
 impl InplaceOp2 for Delta<'_> {
     fn name(&self) -> &'static str {
         "lora-delta"
     }
 
     fn cpu_fwd(&self, y: &mut CpuStorage, y_layout: &Layout, x: &CpuStorage, x_layout: &Layout) -> Result<()> {
-        #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "the only backend"))]
-        let Backend::Cpu(cpu) = &self.adapters.backend else { bail!("these adapters are not on the CPU") };
-        cpu.add_delta(self.id, self.rows, (y, y_layout), (x, x_layout))
+        self.add_on_cpu(vec![(y, y_layout)], (x, x_layout))
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, y: &mut CudaStorage, y_layout: &Layout, x: &CudaStorage, x_layout: &Layout) -> Result<()> {
-        let Backend::Cuda(cuda) = &self.adapters.backend else { bail!("these adapters are not on a GPU") };
-        cuda.add_delta(self.id, self.rows, (y, y_layout), (x, x_layout))
+        self.add_on_cuda(vec![(y, y_layout)], (x, x_layout))
     }
 
     #[cfg(not(feature = "cuda"))]
     fn cuda_fwd(&self, _: &mut CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<()> {
         bail!("aril-candle was built without its feature `cuda`")
+    }
+}
+
+/// The storages of outputs and where the outputs are in them.
+type Outputs<'a, S> = Vec<(&'a mut S, &'a Layout)>;
+
+impl Delta<'_> {
+    fn add_on_cpu(&self, y: Outputs<'_, CpuStorage>, x: (&CpuStorage, &Layout)) -> Result<()> {
+        #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "the only backend"))]
+        let Backend::Cpu(cpu) = &self.adapters.backend else { bail!("these adapters are not on the CPU") };
+        cpu.add_delta(self.id, self.rows, y, x)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn add_on_cuda(&self, y: Outputs<'_, CudaStorage>, x: (&CudaStorage, &Layout)) -> Result<()> {
+        let Backend::Cuda(cuda) = &self.adapters.backend else { bail!("these adapters are not on a GPU") };
+        cuda.add_delta(self.id, self.rows, y, x)
     }
 }
 

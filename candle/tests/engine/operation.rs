@@ -140,6 +140,55 @@ fn operands_that_are_not_rows_of_the_step_are_refused() {
 }
 
 #[test]
+fn each_slice_may_have_an_output_of_its_own() {
+    let device = device();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let (mut adapters, [id, _]) = adapters(dtype, &device);
+        let step = adapters.step(&SLOTS, &[]).unwrap();
+        let (x, sevens) = (x(dtype, &device), |cols| (Tensor::ones((3, cols), dtype, &device).unwrap() * 7.0).unwrap());
+        let (q, wide) = (sevens(OUT[0]), sevens(OUT[1] + 4));
+        let v = wide.narrow(1, 3, OUT[1]).unwrap().unsqueeze(0).unwrap();
+        step.delta(id).add_to([&q, &v], &x).unwrap();
+        let expected = expected();
+        let (want_q, want_v): (Vec<_>, Vec<_>) = expected.iter().map(|row| row.split_at(OUT[0])).unzip();
+        assert_eq!(rows(&q), want_q, "{dtype:?}");
+        let want_wide = want_v.iter().map(|row| [&[7.0; 3], *row, &[7.0]].concat());
+        assert_eq!(rows(&wide), want_wide.collect::<Vec<_>>(), "{dtype:?}");
+        // One output for all slices.
+        let y = sevens(OUT[0] + OUT[1]);
+        step.delta(id).add_to([&y], &x).unwrap();
+        assert_eq!(rows(&y), expected, "{dtype:?}");
+    }
+}
+
+#[test]
+fn outputs_that_are_not_those_of_the_slices_are_refused() {
+    let device = device();
+    let (mut adapters, [id, _]) = adapters(DType::F32, &device);
+    let step = adapters.step(&SLOTS, &[]).unwrap();
+    let x = x(DType::F32, &device);
+    let tensor = |cols| Tensor::ones((3, cols), DType::F32, &device).unwrap();
+    let (fused, of_x) = (tensor(5), Tensor::cat(&[&x, &tensor(2)], 1).unwrap());
+    let part = |tensor: &Tensor, at, cols| tensor.narrow(1, at, cols).unwrap();
+    for (y, x, error) in [
+        (vec![], &x, "there is no output"),
+        (vec![part(&fused, 0, 3), part(&fused, 3, 2)], &x, "two of `x` and the outputs share a storage"),
+        (vec![tensor(3), part(&of_x, 4, 2)], &part(&of_x, 0, IN), "two of `x` and the outputs share a storage"),
+        (vec![tensor(3), tensor(2).to_dtype(DType::F16).unwrap()], &x, "`y` is in F16 and `x` in F32"),
+        (vec![tensor(3), tensor(3)], &x, "`y[1]` is [3, 3], but must be [3, 2]"),
+        (vec![tensor(3), tensor(2).t().unwrap()], &x, "the elements of a row of `y` are not adjacent"),
+        (vec![tensor(3), tensor(1), tensor(1)], &x, "`y` is 3 matrices, but the layer has 2 slices"),
+    ] {
+        let before: Vec<_> = y.iter().map(|y| y.copy().unwrap()).collect();
+        let refused = step.delta(id).add_to(&y, x).unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused:?} instead of {error:?}");
+        for (y, before) in y.iter().zip(&before) {
+            assert_eq!(rows(&y.copy().unwrap()), rows(before), "{error}");
+        }
+    }
+}
+
+#[test]
 fn types_without_adapters_are_refused() {
     let mut spec = ModelSpec::new();
     let id = spec.linear(Linear::new("attn", Parallel::Column, IN).slice("q", 1)).unwrap();
