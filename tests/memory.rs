@@ -157,9 +157,8 @@ fn assert_pool_frees() {
     let before = LIVE.load(Ordering::Relaxed);
     let live = || LIVE.load(Ordering::Relaxed).saturating_sub(before);
     let id = pool.register(Source::directory(dir.path(), &model, DType::BF16).unwrap()).unwrap();
-    pool.prefetch(id).unwrap();
-    while pool.wait(Duration::from_secs(30)) {}
-    assert!(pool.next_outcome().is_some_and(|outcome| outcome.result.is_ok()));
+    let load = pool.prefetch(id).unwrap();
+    assert!(pool.wait_for(&load, Duration::from_secs(30)).unwrap());
     assert!(live() >= bytes, "{} bytes for an adapter of {bytes}", live());
     pool.unregister(id).unwrap();
     assert!(live() < bytes / 10, "{} bytes are left of an adapter of {bytes}", live());

@@ -16,8 +16,9 @@ use aril::{
     DType,
     group::GroupPool,
     plan::Capacity,
-    pool::{AdapterId, PoolConfig, PoolError, Snapshot, Source, Tier},
+    pool::{AdapterId, Load, PoolConfig, PoolError, Snapshot, Source, Tier},
 };
+use aril_serving::registry;
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use metrics::Histogram;
@@ -70,8 +71,11 @@ pub(crate) struct Setup {
     pub(crate) step_tokens: Histogram,
 }
 
+/// How a load has ended.
+type Loaded = std::result::Result<Version, PoolError>;
+
 enum Command {
-    Load(Source, oneshot::Sender<std::result::Result<Version, PoolError>>),
+    Load(Source, oneshot::Sender<Loaded>),
     Unload(AdapterId),
     Submit(Vec<Request>, oneshot::Sender<std::result::Result<Vec<Submission>, Failure>>),
     Cancel(RequestId),
@@ -103,11 +107,10 @@ pub(crate) struct Submission {
     handle: Handle,
 }
 
-/// A loaded version of an adapter. Dropping it unloads the version, unless it is [kept](Self::keep).
+/// A loaded version of an adapter. Dropping it refuses new requests for the version, and unloads it after its last request.
 #[derive(Debug)]
 pub(crate) struct Version {
     id: AdapterId,
-    is_kept: bool,
     handle: Handle,
 }
 
@@ -124,36 +127,24 @@ impl Drop for Submission {
     }
 }
 
-impl Version {
-    pub(crate) fn id(&self) -> AdapterId {
+impl registry::Version for Version {
+    fn id(&self) -> AdapterId {
         self.id
-    }
-
-    /// Leaves the version loaded.
-    pub(crate) fn keep(mut self) {
-        self.is_kept = true;
     }
 }
 
 impl Drop for Version {
     fn drop(&mut self) {
-        if !self.is_kept {
-            self.handle.unload(self.id);
-        }
+        self.handle.send(Command::Unload(self.id));
     }
 }
 
 impl Handle {
     /// Loads an adapter. `None` if the engine has ended.
-    pub(crate) async fn load(&self, source: Source) -> Option<std::result::Result<Version, PoolError>> {
+    pub(crate) async fn load(&self, source: Source) -> Option<Loaded> {
         let (reply, result) = oneshot::channel();
         self.send(Command::Load(source, reply));
         result.await.ok()
-    }
-
-    /// Refuses new requests for a version, and unloads it after its last request.
-    pub(crate) fn unload(&self, id: AdapterId) {
-        self.send(Command::Unload(id));
     }
 
     /// Submits requests, all of them or none. `None` if the engine has ended.
@@ -381,7 +372,7 @@ struct Worker {
     ready: Sender<Result<()>>,
     start: Instant,
     /// Adapters whose first load has not ended.
-    loading: Vec<(Version, oneshot::Sender<std::result::Result<Version, PoolError>>)>,
+    loading: Vec<(Load, Version, oneshot::Sender<Loaded>)>,
 }
 
 impl Worker {
@@ -392,7 +383,7 @@ impl Worker {
                 // Nothing is being read, and nothing can run: room for an adapter is on its way.
                 thread::sleep(WAIT);
             }
-            self.answer_loads(engine);
+            self.answer_loads();
         }
         Ok(())
     }
@@ -409,9 +400,9 @@ impl Worker {
                 None => return Ok(true),
                 Some(Command::Stop) => return Ok(false),
                 Some(Command::Load(source, reply)) => match engine.add_adapter(source) {
-                    Ok(id) => {
-                        let handle = self.handle.clone();
-                        self.loading.push((Version { id, is_kept: false, handle }, reply));
+                    Ok(load) => {
+                        let version = Version { id: load.id(), handle: self.handle.clone() };
+                        self.loading.push((load, version, reply));
                     }
                     Err(error) => drop(reply.send(Err(error))),
                 },
@@ -437,10 +428,10 @@ impl Worker {
     }
 
     /// Answers the loads that have ended. A version that could not be loaded is dropped, which unloads it.
-    fn answer_loads<D: Capture>(&mut self, engine: &mut Engine<'_, D>) {
-        for (version, reply) in std::mem::take(&mut self.loading) {
-            match engine.is_loaded(version.id) {
-                Ok(false) => self.loading.push((version, reply)),
+    fn answer_loads(&mut self) {
+        for (load, version, reply) in std::mem::take(&mut self.loading) {
+            match load.has_ended() {
+                Ok(false) => self.loading.push((load, version, reply)),
                 Ok(true) => drop(reply.send(Ok(version))),
                 Err(error) => drop(reply.send(Err(error))),
             }

@@ -1,11 +1,11 @@
 use std::{
-    fmt,
+    fmt, mem,
     sync::mpsc::{Receiver, Sender, channel},
     time::Duration,
 };
 
 use super::{
-    AdapterId, Lease, Outcome, PoolConfig, PoolError, Residency, Snapshot, StreamId,
+    AdapterId, Lease, Load, PoolConfig, PoolError, Residency, Snapshot, StreamId, Version,
     backend::{Backend, Call, Read},
     core::{Core, Limits},
 };
@@ -18,7 +18,8 @@ use crate::{
 /// the pool read the files.
 ///
 /// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have ended, and
-/// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait).
+/// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait) and
+/// [`wait_for`](Self::wait_for).
 /// [`pool`](crate::pool) has the whole story.
 ///
 /// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, [`SimulatedPool`](super::SimulatedPool), and
@@ -27,8 +28,19 @@ use crate::{
 pub struct AdapterPool<B: Backend> {
     pub(super) core: Core,
     pub(crate) backend: B,
-    releases: Receiver<(Slot, StreamId)>,
-    releaser: Sender<(Slot, StreamId)>,
+    drops: Receiver<Dropped>,
+    dropped: Sender<Dropped>,
+    /// Loads under way, and what is done at their ends.
+    loads: Vec<(Version, Then)>,
+}
+
+type Then = Box<dyn FnOnce(Result<Version, PoolError>) + Send>;
+
+/// What somebody else has dropped.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Dropped {
+    Lease(Slot, StreamId),
+    Version(AdapterId),
 }
 
 impl<B: Backend> fmt::Debug for AdapterPool<B> {
@@ -45,8 +57,8 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     pub(crate) fn within(backend: B, limits: Limits) -> Result<Self, PoolError> {
-        let (releaser, releases) = channel();
-        Ok(Self { core: Core::new(limits)?, backend, releases, releaser })
+        let (dropped, drops) = channel();
+        Ok(Self { core: Core::new(limits)?, backend, drops, dropped, loads: Vec::new() })
     }
 
     /// The backend of a pool without adapters, its limits, and the number of its streams.
@@ -76,20 +88,45 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.backend.called(Call::Unregister(id));
         self.notice();
-        self.core.unregister(id, &mut self.backend)?;
-        self.backend.remove(id);
-        Ok(())
+        self.remove(id)
+    }
+
+    /// [Registers](Self::register) an adapter and starts to load it. Dropping the version [unregisters](Self::unregister) it, so that whoever
+    /// gives up before others can ask for it leaves nothing in the pool.
+    ///
+    /// # Errors
+    /// As for `register`.
+    pub fn load(&mut self, source: B::Source) -> Result<Version, PoolError> {
+        let id = self.register(source)?;
+        let load = self.prefetch(id).inspect_err(|_| drop(self.remove(id)))?;
+        Ok(Version { load, dropped: self.dropped.clone() })
+    }
+
+    /// [Loads](Self::load) an adapter, and calls `then` with the version once it is in host memory, or with the error of
+    /// [`Load::has_ended`]: in the call that takes note of it, or in the next one. Returns the load.
+    ///
+    /// # Errors
+    /// As for `load`. Then, and when the pool is dropped before the load has ended, `then` is dropped.
+    pub fn load_then(
+        &mut self,
+        source: B::Source,
+        then: impl FnOnce(Result<Version, PoolError>) + Send + 'static,
+    ) -> Result<Load, PoolError> {
+        let version = self.load(source)?;
+        let load = version.load().clone();
+        self.loads.push((version, Box::new(then)));
+        Ok(load)
     }
 
     /// Starts to bring an adapter to the device, and counts as a use.
     ///
-    /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host tier.
+    /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host tier. Returns the load
+    /// that is under way, or one that has ended if the adapter is in host memory or on the device.
     ///
     /// # Errors
     /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
-    pub fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+    pub fn prefetch(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.begin(Call::Prefetch(id))?;
         self.core.prefetch(id, &mut self.backend)
     }
@@ -98,16 +135,14 @@ impl<B: Backend> AdapterPool<B> {
     ///
     /// # Errors
     /// [`PoolError::Unknown`].
-    pub fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+    pub fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.begin(Call::Retry(id))?;
         self.core.retry(id, &mut self.backend)
     }
 
-    /// How a load ended, once for each: of registered adapters, in the order in which they ended. If an adapter is loaded again
-    /// meanwhile, only its last load is reported. Calling this is optional.
-    pub fn next_outcome(&mut self) -> Option<Outcome> {
-        self.poll();
-        self.core.next_outcome()
+    /// The load of an adapter that is under way, whoever has started it; `None` if there is none.
+    pub fn loading(&self, id: AdapterId) -> Option<Load> {
+        self.core.loading(id)
     }
 
     /// Keeps an adapter on the device once it is there. Does not load it.
@@ -141,7 +176,7 @@ impl<B: Backend> AdapterPool<B> {
         self.core.poll(&mut self.backend);
         let granted = self.core.prepare(ids, stream, &mut self.backend)?;
         // All leases exist before anything is enqueued for them, so that an error ends them all.
-        let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, releases: self.releaser.clone() };
+        let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, dropped: self.dropped.clone() };
         let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
         self.backend.point(&granted, stream)?;
         granted.iter().for_each(|granted| self.core.open(granted.slot, stream));
@@ -190,6 +225,33 @@ impl<B: Backend> AdapterPool<B> {
         let has_ended = self.notice_ends(Some(timeout));
         self.poll();
         has_ended
+    }
+
+    /// Waits for a load of this pool, and returns whether it has ended. Returns `false` if none of the reads under way ends within `timeout`, or
+    /// at once if there are none: then the load waits for memory until other adapters are released.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use aril::{cpu::AdapterPool, pool::{AdapterId, PoolError}};
+    /// # fn load(pool: &mut AdapterPool, id: AdapterId) -> Result<(), PoolError> {
+    /// let load = pool.prefetch(id)?;
+    /// if !pool.wait_for(&load, Duration::from_secs(60))? {
+    ///     println!("{id} is still being loaded");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Load::has_ended`]; [`PoolError::Load`], as for [`prepare`](Self::prepare).
+    pub fn wait_for(&mut self, load: &Load, timeout: Duration) -> Result<bool, PoolError> {
+        loop {
+            self.poll();
+            self.backend.check()?;
+            if load.has_ended()? || !self.wait(timeout) {
+                return load.has_ended();
+            }
+        }
     }
 
     /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation; on a GPU, before
@@ -272,15 +334,40 @@ impl<B: Backend> AdapterPool<B> {
         self.backend.check()
     }
 
-    /// Takes note of leases, reads and copies that have ended.
+    /// Takes note of leases, versions, reads, copies and loads that have ended.
     fn notice(&mut self) {
-        while let Ok((slot, stream)) = self.releases.try_recv() {
-            if let Some(slot) = slot.index() {
-                self.backend.called(Call::Release(slot, stream));
-                self.core.release(slot, stream);
+        self.notice_drops();
+        self.notice_ends(None);
+        let (loads, ended): (Vec<_>, Vec<_>) = mem::take(&mut self.loads)
+            .into_iter()
+            .partition(|(version, _)| matches!(version.load().has_ended(), Ok(false)));
+        self.loads = loads;
+        if !ended.is_empty() {
+            ended.into_iter().for_each(|(version, then)| then(version.loaded()));
+            self.notice_drops();
+        }
+    }
+
+    fn notice_drops(&mut self) {
+        while let Ok(dropped) = self.drops.try_recv() {
+            match dropped {
+                Dropped::Lease(slot, stream) => {
+                    if let Some(slot) = slot.index() {
+                        self.backend.called(Call::Release(slot, stream));
+                        self.core.release(slot, stream);
+                    }
+                }
+                // It may have been unregistered by its id.
+                Dropped::Version(id) => drop(self.remove(id)),
             }
         }
-        self.notice_ends(None);
+    }
+
+    fn remove(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.backend.called(Call::Unregister(id));
+        self.core.unregister(id, &mut self.backend)?;
+        self.backend.remove(id);
+        Ok(())
     }
 
     /// Takes note of reads and copies that have ended. Returns whether a read has.

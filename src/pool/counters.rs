@@ -100,13 +100,3 @@ pub struct Residency {
     /// Why its last load failed, if it did. [`retry`](super::AdapterPool::retry) forgets it.
     pub failure: Option<Arc<LoadError>>,
 }
-
-/// How a load of an adapter ended.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Outcome {
-    /// The adapter.
-    pub id: AdapterId,
-    /// Nothing, once the adapter is in the host tier; why it could not be read, or not be copied to the device.
-    pub result: Result<(), Arc<LoadError>>,
-}

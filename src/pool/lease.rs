@@ -1,6 +1,6 @@
 use std::sync::mpsc::Sender;
 
-use super::{AdapterId, CacheNamespace, StreamId};
+use super::{AdapterId, CacheNamespace, StreamId, adapter_pool::Dropped};
 use crate::Slot;
 
 /// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks, and any
@@ -15,7 +15,7 @@ pub struct Lease {
     pub(super) id: AdapterId,
     pub(super) slot: Slot,
     pub(super) stream: StreamId,
-    pub(super) releases: Sender<(Slot, StreamId)>,
+    pub(super) dropped: Sender<Dropped>,
 }
 
 impl Lease {
@@ -43,6 +43,6 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         // Without a receiver, the pool is gone.
-        let _ = self.releases.send((self.slot, self.stream));
+        let _ = self.dropped.send(Dropped::Lease(self.slot, self.stream));
     }
 }

@@ -10,24 +10,28 @@ mod counters;
 mod error;
 mod id;
 mod lease;
+mod load;
 mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod simulated;
 mod source;
 mod stream;
+mod version;
 
 pub use self::{
     adapter_pool::AdapterPool,
     backend::Backend,
     config::PoolConfig,
-    counters::{Counters, Outcome, Residency, Snapshot, Tier},
+    counters::{Counters, Residency, Snapshot, Tier},
     error::PoolError,
     id::{AdapterId, CacheNamespace},
     lease::Lease,
+    load::Load,
     simulated::{Simulated, SimulatedPool, Work},
     source::Source,
     stream::StreamId,
+    version::Version,
 };
 pub(crate) use self::{
     adapter_pool::slot_at,

@@ -18,7 +18,7 @@ use aril::{
     group::{ChannelError, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
     model::TpRank,
     plan::Capacity,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Tier},
+    pool::{AdapterId, Lease, Load, PoolConfig, PoolError, Source, StreamId, Tier, Version},
 };
 use proptest::prelude::*;
 
@@ -136,19 +136,17 @@ fn the_smallest_rank_decides_for_all() {
     });
 }
 
-/// All ranks load from the source of one of them, each its own part. Pins, prefetches and outcomes are those of any pool.
+/// All ranks load from the source of one of them, each its own part. Pins and loads are those of any pool.
 #[test]
 fn ranks_read_from_one_source() {
     let world = World::new(2);
     each_pool(&world, &[2; 2], |rank, mut pool| {
         let of_first = source(&world, 0, |rank| 1.0 + rank as f32);
         let ids = [(); 2].map(|()| pool.register(of_first.clone()).unwrap());
-        pool.prefetch(ids[0]).unwrap();
+        let load = pool.prefetch(ids[0]).unwrap();
         pool.pin(ids[0]).unwrap();
         assert!(matches!(pool.pin(ids[1]), Err(PoolError::Pinned { .. })));
-        while pool.wait(LIMIT) {}
-        let outcome = pool.next_outcome().unwrap();
-        assert!(outcome.id == ids[0] && outcome.result.is_ok() && pool.next_outcome().is_none());
+        assert!(pool.wait_for(&load, LIMIT).unwrap());
         assert_eq!(tiers(&pool, &ids), [Tier::Device, Tier::Source]);
         let leases = prepare(&mut pool, &ids).unwrap();
         for lease in &leases {
@@ -201,9 +199,10 @@ fn an_adapter_that_one_rank_cannot_read_is_loaded_by_none() {
             let bad = pool.register(bad).unwrap();
             // Another read beside it.
             let other = register(&world, &mut pool, rank, 3.0);
-            pool.prefetch(bad).unwrap();
-            pool.prefetch(other).unwrap();
-            let error = acquire(&mut pool, bad).unwrap_err();
+            let loads = [bad, other].map(|id| pool.prefetch(id).unwrap());
+            let error = pool.wait_for(&loads[0], LIMIT).unwrap_err();
+            assert_eq!(acquire(&mut pool, bad).unwrap_err().to_string(), error.to_string());
+            assert!(pool.wait_for(&loads[1], LIMIT).unwrap());
             let GroupError::Refused { own, .. } = group_error(&error) else { panic!("{error}") };
             assert_eq!((refused(group_error(&error)), own.is_some()), (vec![(1, Phase::Fill)], rank == 1));
             assert_eq!((tiers(&pool, &[bad]), pool.snapshot().counters.failures), (vec![Tier::Source], 1));
@@ -283,7 +282,7 @@ fn ranks_that_make_different_calls_are_told() {
         let error = acquire(&mut pool, ids[1]).unwrap_err();
         assert!(matches!(group_error(&error), GroupError::Disagreement { ranks } if ranks.len() == 2), "{error}");
         assert_eq!(world.delta_of(&pool, lease.slot()), Ok(1.0));
-        for result in [pool.commit(STREAM), pool.prefetch(ids[1]), pool.acquire(ids[0], STREAM).map(drop)] {
+        for result in [pool.commit(STREAM), pool.prefetch(ids[1]).map(drop), pool.acquire(ids[0], STREAM).map(drop)] {
             assert!(matches!(group_error(&result.unwrap_err()), GroupError::Disagreement { .. }));
         }
         assert_eq!(world.delta_of(&pool, lease.slot()), Ok(1.0));
@@ -411,6 +410,11 @@ fn outcome<T: std::fmt::Debug>(result: Result<T, PoolError>) -> String {
     }
 }
 
+/// What is known of a load.
+fn ended(load: Result<Load, PoolError>) -> String {
+    outcome(load.and_then(|load| load.has_ended()))
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
 
@@ -438,6 +442,7 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
         let (device, host) = rooms[rank];
         let mut pool = world.pool(ranks, device, host);
         let (mut ids, mut held, mut answers) = (Vec::new(), Vec::<(Lease, f32)>::new(), Vec::new());
+        let mut versions = Vec::<Version>::new();
         for (index, call) in calls.iter().enumerate() {
             if (index + rank) % 7 == 0 {
                 thread::yield_now();
@@ -448,13 +453,29 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
                     let value = index as f32 + 1.0;
                     let bad_rank = index % world.size;
                     let values = |rank| if *is_bad && rank == bad_rank { f32::NAN } else { value };
-                    let id = pool.register(source(&world, rank, values));
+                    let source = source(&world, rank, values);
+                    let id = if index % 3 == 2 {
+                        pool.load(source).map(|version| {
+                            versions.push(version);
+                            versions[versions.len() - 1].id()
+                        })
+                    } else {
+                        pool.register(source)
+                    };
                     if let Ok(id) = id {
                         ids.push((id, value));
                     }
                     outcome(id.map(drop))
                 }
-                Call::Unregister(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unregister(id))),
+                Call::Unregister(index) => of(*index).map_or_else(String::new, |(id, _)| {
+                    match versions.iter().position(|version| version.id() == id) {
+                        Some(version) => {
+                            drop(versions.swap_remove(version));
+                            String::new()
+                        }
+                        None => outcome(pool.unregister(id)),
+                    }
+                }),
                 Call::Prepare(indices) => {
                     let batch: Vec<_> = indices.iter().filter_map(|&index| of(index)).collect();
                     let leases = pool.prepare(&batch.iter().map(|(id, _)| *id).collect::<Vec<_>>(), STREAM);
@@ -471,8 +492,8 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
                         Err(error) => outcome::<()>(Err(error)),
                     }
                 }
-                Call::Prefetch(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.prefetch(id))),
-                Call::Retry(index) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.retry(id))),
+                Call::Prefetch(index) => of(*index).map_or_else(String::new, |(id, _)| ended(pool.prefetch(id))),
+                Call::Retry(index) => of(*index).map_or_else(String::new, |(id, _)| ended(pool.retry(id))),
                 Call::Pin(index, true) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.pin(id))),
                 Call::Pin(index, false) => of(*index).map_or_else(String::new, |(id, _)| outcome(pool.unpin(id))),
                 Call::Drop(index) => {

@@ -42,6 +42,7 @@ fn damaged(damage: impl FnOnce(&Path)) -> (Setup, AdapterId, tempfile::TempDir) 
     let id = setup.directory(dir.path(), 2.0);
     damage(dir.path());
     assert_eq!(setup.use_once(good), 1.0);
+    let load = setup.pool.prefetch(id).unwrap();
     failure(&mut setup, id);
     let batch = setup.prepare(&[good, id]);
     assert!(matches!(batch, Err(PoolError::Failed { id: failed, .. }) if failed == id));
@@ -53,9 +54,11 @@ fn damaged(damage: impl FnOnce(&Path)) -> (Setup, AdapterId, tempfile::TempDir) 
     let failed = |error: Option<PoolError>| matches!(error, Some(PoolError::Failed { id: failed, .. }) if failed == id);
     assert!(failed(setup.pool.prefetch(id).err()) && failed(setup.pool.prepare(&[id], StreamId::FIRST).err()));
     let failure = setup.pool.residency(id).unwrap().failure.unwrap();
-    let outcomes: Vec<_> = std::iter::from_fn(|| setup.pool.next_outcome()).collect();
-    assert_eq!(outcomes.iter().map(|outcome| outcome.id).collect::<Vec<_>>(), [good, id]);
-    assert!(outcomes[0].result.is_ok() && outcomes[1].result.as_ref().is_err_and(|error| Arc::ptr_eq(error, &failure)));
+    assert!(load.id() == id && setup.pool.loading(id).is_none());
+    let ended = load.has_ended();
+    assert!(
+        matches!(&ended, Err(PoolError::Failed { id: failed, error }) if *failed == id && Arc::ptr_eq(error, &failure))
+    );
     (setup, id, dir)
 }
 
@@ -66,10 +69,9 @@ fn a_file_that_vanished_is_tried_again_by_a_retry() {
     assert!(matches!(&*error, LoadError::Adapter(AdapterError::NoWeights { .. })), "{error}");
     fs::rename(dir.path().join("away"), dir.path().join(WEIGHTS)).unwrap();
     failure(&mut setup, id);
-    setup.pool.retry(id).unwrap();
+    let load = setup.pool.retry(id).unwrap();
     assert_eq!(setup.use_once(id), 2.0);
-    assert!(setup.pool.next_outcome().is_some_and(|outcome| outcome.id == id && outcome.result.is_ok()));
-    assert!(setup.pool.next_outcome().is_none() && setup.pool.residency(id).unwrap().failure.is_none());
+    assert!(load.has_ended().unwrap() && setup.pool.residency(id).unwrap().failure.is_none());
     setup.finish();
 }
 

@@ -128,7 +128,7 @@ fn a_prefetch_brings_an_adapter_up() {
 fn an_older_prefetch_evicts_no_newer_adapter() {
     let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(2 * BYTES).loaders(1));
     let ids = [1.0, 2.0].map(|value| setup.adding(value));
-    ids.iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    ids.iter().for_each(|&id| drop(setup.pool.prefetch(id).unwrap()));
     setup.pool.prefetch(ids[0]).unwrap();
     setup.settle();
     let tiers = ids.map(|id| setup.pool.residency(id).unwrap().tier);
@@ -142,7 +142,7 @@ fn an_adapter_that_waits_for_the_device_keeps_its_host_memory() {
     let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(BYTES).loaders(1));
     let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
     let lease = setup.lease(ids[0]);
-    ids[1..].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    ids[1..].iter().for_each(|&id| drop(setup.pool.prefetch(id).unwrap()));
     setup.settle();
     let tiers = |setup: &Setup| ids.map(|id| setup.pool.residency(id).unwrap().tier);
     assert_eq!(tiers(&setup), [Tier::Device, Tier::Host, Tier::Source]);
@@ -160,7 +160,7 @@ fn an_adapter_that_waits_for_the_device_keeps_its_host_memory() {
 fn an_older_prefetch_that_evicted_nothing_leaves_host_memory() {
     let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES).host_bytes(BYTES).loaders(1));
     let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
-    ids[..2].iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    ids[..2].iter().for_each(|&id| drop(setup.pool.prefetch(id).unwrap()));
     setup.pool.prefetch(ids[0]).unwrap();
     setup.settle();
     let tiers = |setup: &Setup| ids.map(|id| setup.pool.residency(id).unwrap().tier);
@@ -235,7 +235,7 @@ fn others_keep_waiting_when_a_waiting_adapter_is_forgotten() {
     // One host block, so that one adapter is read at a time.
     let mut setup = Setup::with(3, PoolConfig::arena_bytes(3 * BYTES).host_bytes(BYTES));
     let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
-    ids.iter().for_each(|&id| setup.pool.prefetch(id).unwrap());
+    ids.iter().for_each(|&id| drop(setup.pool.prefetch(id).unwrap()));
     setup.pool.unregister(ids[1]).unwrap();
     setup.settle();
     let tiers = [ids[0], ids[2]].map(|id| setup.pool.residency(id).unwrap().tier);
@@ -328,25 +328,38 @@ fn an_adapter_may_be_smaller_than_its_bound() {
     let config = PoolConfig::arena_bytes(bound).host_bytes(bound);
     let mut pool = AdapterPool::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), config).unwrap();
     let id = pool.register(source).unwrap();
-    pool.prefetch(id).unwrap();
-    while pool.wait(Duration::from_secs(30)) {}
-    let outcome = pool.next_outcome().unwrap();
-    assert!(outcome.id == id && outcome.result.is_ok(), "{outcome:?}");
+    let load = pool.prefetch(id).unwrap();
+    assert!(pool.wait_for(&load, Duration::from_secs(30)).unwrap());
     // Of four factors of one size, two are the same.
     assert_eq!(pool.snapshot().device_memory.used, bound / 4 * 3);
 }
 
+/// Whoever has started a load hears how it ends: that load, whatever happens to the adapter and to other loads.
 #[test]
-fn an_unregistered_adapter_has_no_outcome() {
+fn a_load_is_waited_for_by_its_handle() {
+    const LIMIT: Duration = Duration::from_secs(30);
     let mut setup = Setup::new(2, 2);
-    let ids = [1.0, 2.0].map(|value| setup.adding(value));
-    for id in ids {
-        setup.pool.prefetch(id).unwrap();
-        setup.settle();
+    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    // A batch that is refused has started it. A prefetch joins it.
+    assert!(matches!(setup.pool.prepare(&ids[..1], StreamId::FIRST), Err(PoolError::Loading { .. })));
+    let [asked, joined] = [setup.pool.loading(ids[0]).unwrap(), setup.pool.prefetch(ids[0]).unwrap()];
+    // It waits through the ends of others.
+    let others = [ids[1], ids[2]].map(|id| setup.pool.prefetch(id).unwrap());
+    for load in others.iter().rev().chain([&asked]) {
+        assert!(setup.pool.wait_for(load, LIMIT).unwrap());
     }
-    setup.pool.unregister(ids[0]).unwrap();
-    assert_eq!(setup.pool.next_outcome().map(|outcome| outcome.id), Some(ids[1]));
-    assert!(setup.pool.next_outcome().is_none());
+    assert!(joined.has_ended().unwrap() && joined.id() == ids[0] && setup.pool.loading(ids[0]).is_none());
+    // One that is there has ended at once.
+    assert!(setup.pool.prefetch(ids[2]).unwrap().has_ended().unwrap());
+    // A version that is unregistered, and another one of the same adapter.
+    let gone = setup.adding(4.0);
+    let load = setup.pool.prefetch(gone).unwrap();
+    setup.pool.unregister(gone).unwrap();
+    assert!(setup.pool.loading(gone).is_none());
+    let ended = setup.pool.wait_for(&load, LIMIT);
+    assert!(matches!(ended, Err(PoolError::Unknown { id }) if id == gone), "{ended:?}");
+    ids.iter().for_each(|&id| setup.pool.unregister(id).unwrap());
+    assert!(asked.has_ended().unwrap(), "the load had ended before");
     setup.finish();
 }
 
@@ -455,5 +468,31 @@ fn one_call_says_where_the_adapters_are() {
     assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (2 * BYTES, 3 * BYTES));
     drop(lease);
     setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.finish();
+}
+
+/// A version that is dropped leaves the pool, before its load has ended or after, and as long as no request holds it.
+#[test]
+fn a_version_is_registered_until_it_is_dropped() {
+    let mut setup = Setup::new(3, 4);
+    let source = Source::memory(adapter(8, 1.0), &setup.model, DType::F32).unwrap();
+    let [early, late, leased, kept] = [(); 4].map(|()| setup.pool.load(source.clone()).unwrap());
+    drop(early);
+    assert!(setup.pool.wait_for(late.load(), Duration::from_secs(30)).unwrap());
+    let lease = setup.lease(leased.id());
+    let ids = [late.id(), leased.id()];
+    drop((late, leased));
+    setup.pool.poll();
+    assert_eq!(setup.pool.snapshot().adapters, 1);
+    for id in ids {
+        let refused = setup.pool.acquire(id, StreamId::FIRST);
+        assert!(matches!(refused, Err(PoolError::Unknown { .. })), "{refused:?}");
+    }
+    assert_eq!(setup.step(&[&lease]), [1.0]);
+    drop(lease);
+    assert_eq!(setup.use_once(kept.id()), 1.0);
+    // Whose id was unregistered, is gone already.
+    setup.pool.unregister(kept.id()).unwrap();
+    drop(kept);
     setup.finish();
 }

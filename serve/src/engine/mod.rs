@@ -27,7 +27,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aril::pool::{AdapterId, PoolError, Snapshot, Source, Tier};
+use aril::pool::{AdapterId, Load, PoolError, Snapshot, Source, Tier};
 use metrics::Histogram;
 
 use self::{
@@ -120,17 +120,17 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Makes an adapter known and starts to load it.
-    pub(crate) fn add_adapter(&mut self, source: Source) -> std::result::Result<AdapterId, PoolError> {
+    pub(crate) fn add_adapter(&mut self, source: Source) -> std::result::Result<Load, PoolError> {
         let bytes = source.bytes();
-        let id = self.pool.register(source)?;
-        self.pool.prefetch(id)?;
-        self.scheduler.add_version(id, bytes);
-        Ok(id)
+        let version = self.pool.load(source)?;
+        let load = version.load().clone();
+        self.scheduler.add_version(version, bytes);
+        Ok(load)
     }
 
     /// Refuses new requests for an adapter, and forgets it when the last of its requests has ended.
     pub(crate) fn remove_adapter(&mut self, id: AdapterId) {
-        self.scheduler.retire(id, &mut *self.pool);
+        self.scheduler.retire(id);
     }
 
     /// Adds a request that arrived at `now`, which counts from any moment, the same one in all calls.
@@ -145,7 +145,7 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Ends a request, if it has not ended.
     pub(crate) fn cancel(&mut self, id: RequestId) {
-        self.scheduler.end(id, &mut *self.pool);
+        self.scheduler.end(id);
     }
 
     /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was neither: all
@@ -200,7 +200,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         let scores = self.runner.scores(&scheduled.plan, &enqueued, self.in_flight.is_none());
         self.read = Some(Instant::now());
         match scores {
-            Ok(scores) => self.scheduler.complete(&scheduled, scores, &mut *self.pool),
+            Ok(scores) => self.scheduler.complete(&scheduled, scores),
             Err(error) => self.fail(&scheduled, error),
         }
     }
@@ -208,7 +208,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     fn fail(&mut self, scheduled: &Scheduled, error: Error) {
         tracing::error!(%error, "a step failed");
         let failure = Failure::Step(error.to_string().into());
-        self.scheduler.fail_step(scheduled, &failure, &mut *self.pool);
+        self.scheduler.fail_step(scheduled, &failure);
         if !self.others.is_empty() {
             self.broken.get_or_insert(error);
         }
@@ -251,11 +251,6 @@ impl<'m, D: Capture> Engine<'m, D> {
     pub(crate) fn tiers(&self) -> HashMap<AdapterId, Tier> {
         let tier = |id| Some((id, self.pool.tier(id)?));
         self.scheduler.versions().filter_map(tier).collect()
-    }
-
-    /// Whether an adapter has been read, or the error of its last load.
-    pub(crate) fn is_loaded(&mut self, id: AdapterId) -> std::result::Result<bool, PoolError> {
-        self.pool.is_loaded(id)
     }
 
     /// Ends the other ranks of the group, after all that they have been told.

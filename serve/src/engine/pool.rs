@@ -1,11 +1,10 @@
 //! The adapters as the scheduler sees them: in the library's pool on one rank, or in that of a group (`ranks`).
 
-use std::{any::Any, sync::Arc, time::Duration};
+use std::{any::Any, time::Duration};
 
 use aril::{
     Slot,
-    error::LoadError,
-    pool::{AdapterId, AdapterPool, Backend, Outcome, PoolError, Residency, Snapshot, Source, StreamId, Tier},
+    pool::{AdapterId, AdapterPool, Backend, Load, PoolError, Residency, Snapshot, Source, StreamId, Tier},
 };
 
 use crate::{
@@ -15,28 +14,13 @@ use crate::{
 
 /// A pool of adapters. Its operations are those of an [`AdapterPool`], on its first compute stream.
 pub(crate) trait Pool {
-    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError>;
-    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
-    fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError>;
-    fn retry(&mut self, id: AdapterId) -> Result<(), PoolError>;
-    /// The next load that has failed.
-    fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)>;
+    fn load(&mut self, source: Source) -> Result<Version, PoolError>;
+    fn prefetch(&mut self, id: AdapterId) -> Result<Load, PoolError>;
+    fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError>;
+    /// The load of an adapter that is under way.
+    fn loading(&self, id: AdapterId) -> Option<Load>;
     /// Where an adapter is; `None` if it is not registered.
     fn residency(&self, id: AdapterId) -> Option<Residency>;
-
-    /// Whether an adapter has been read, or the error of its last load. One whose memory others have taken since is read again.
-    fn is_loaded(&mut self, id: AdapterId) -> Result<bool, PoolError> {
-        match self.residency(id) {
-            None => Err(PoolError::Unknown { id }),
-            Some(Residency { failure: Some(error), .. }) => Err(PoolError::Failed { id, error }),
-            Some(Residency { tier: Tier::Source, .. }) => {
-                // A prefetch of one that is being read changes nothing.
-                self.prefetch(id)?;
-                Ok(false)
-            }
-            Some(_) => Ok(true),
-        }
-    }
 
     /// Whether the last load of an adapter has failed.
     fn has_failed(&self, id: AdapterId) -> bool {
@@ -78,6 +62,25 @@ impl Lease {
     }
 }
 
+/// A version of an adapter that the pool knows until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Version {
+    load: Load,
+    /// Unregisters it when it is dropped.
+    _hold: Box<dyn Any>,
+}
+
+impl Version {
+    pub(crate) fn new(load: Load, hold: impl Any) -> Self {
+        Self { load, _hold: Box::new(hold) }
+    }
+
+    /// Its first load.
+    pub(crate) fn load(&self) -> &Load {
+        &self.load
+    }
+}
+
 impl<B: Backend<Source = Source>, D: Device<Tiers = B>> Steps<D> for AdapterPool<B> {
     fn slots(&self) -> Slots<'_, D> {
         Slots::Pool(self)
@@ -85,29 +88,21 @@ impl<B: Backend<Source = Source>, D: Device<Tiers = B>> Steps<D> for AdapterPool
 }
 
 impl<B: Backend<Source = Source>> Pool for AdapterPool<B> {
-    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
-        self.register(source)
+    fn load(&mut self, source: Source) -> Result<Version, PoolError> {
+        let version = self.load(source)?;
+        Ok(Version::new(version.load().clone(), version))
     }
 
-    fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.unregister(id)
-    }
-
-    fn prefetch(&mut self, id: AdapterId) -> Result<(), PoolError> {
+    fn prefetch(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.prefetch(id)
     }
 
-    fn retry(&mut self, id: AdapterId) -> Result<(), PoolError> {
+    fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.retry(id)
     }
 
-    fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)> {
-        loop {
-            let Outcome { id, result, .. } = self.next_outcome()?;
-            if let Err(error) = result {
-                return Some((id, error));
-            }
-        }
+    fn loading(&self, id: AdapterId) -> Option<Load> {
+        self.loading(id)
     }
 
     fn residency(&self, id: AdapterId) -> Option<Residency> {

@@ -8,25 +8,21 @@
 //! which [`Capture::wait`] looks after the other ranks.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::HashMap,
     result,
-    sync::{
-        Arc,
-        mpsc::{Receiver, Sender, channel},
-    },
+    sync::mpsc::{Receiver, Sender, channel},
     time::Duration,
 };
 
 use aril::{
-    error::LoadError,
     group::GroupPool,
-    pool::{self, AdapterId, PoolError, Residency, Snapshot, Source, StreamId, Tier},
+    pool::{self, AdapterId, Load, PoolError, Residency, Snapshot, Source, StreamId},
 };
 
 use super::{
     graph::Capture,
     plan::Plan,
-    pool::{Lease, Pool, Steps},
+    pool::{Lease, Pool, Steps, Version},
     runner::Runner,
 };
 use crate::{
@@ -44,12 +40,12 @@ pub(crate) enum Order {
     End,
 }
 
-/// A call of the pool. Ranks have different ids of an adapter, so that adapters are numbered as they are registered, and leases as they
+/// A call of the pool. Ranks have different ids of an adapter, so that versions are numbered as their loads begin, and leases as they
 /// are granted.
 #[derive(Clone)]
 pub(crate) enum Change {
-    Register(Source),
-    Unregister(u64),
+    Load(Source),
+    Unload(u64),
     Prefetch(u64),
     Retry(u64),
     Acquire(u64),
@@ -100,9 +96,9 @@ pub(crate) fn follow<D: Capture>(
 /// The pool of one rank.
 pub(crate) struct RankPool<D: Capture> {
     pool: GroupPool<Rank, D::Tiers>,
-    /// The adapters' ids, by number.
-    ids: HashMap<u64, AdapterId>,
-    registered: u64,
+    /// By number.
+    versions: HashMap<u64, pool::Version>,
+    loaded: u64,
     /// By number.
     leases: HashMap<u64, pool::Lease>,
     leased: u64,
@@ -110,7 +106,7 @@ pub(crate) struct RankPool<D: Capture> {
 
 impl<D: Capture> RankPool<D> {
     pub(crate) fn new(pool: GroupPool<Rank, D::Tiers>) -> Self {
-        Self { pool, ids: HashMap::new(), registered: 0, leases: HashMap::new(), leased: 0 }
+        Self { pool, versions: HashMap::new(), loaded: 0, leases: HashMap::new(), leased: 0 }
     }
 
     /// What has the slots of the adapters.
@@ -121,13 +117,13 @@ impl<D: Capture> RankPool<D> {
     /// Does what all ranks do, with the same result. If they cannot go on, the next commit returns an error.
     fn carry_out(&mut self, change: Change) -> result::Result<(), PoolError> {
         match change {
-            Change::Register(source) => drop(self.register(source)),
-            Change::Unregister(number) => drop(self.unregister(number)),
-            Change::Prefetch(number) => drop(self.prefetch(number)),
-            Change::Retry(number) => drop(self.retry(number)),
-            Change::Acquire(number) => drop(self.acquire(number)),
+            Change::Load(source) => drop(self.load(source)),
+            Change::Unload(number) => drop(self.versions.remove(&number)),
+            Change::Prefetch(number) => drop(self.id(number).map(|id| self.pool.prefetch(id))),
+            Change::Retry(number) => drop(self.id(number).map(|id| self.pool.retry(id))),
+            Change::Acquire(number) => drop(self.id(number).map(|id| self.acquire(id))),
             Change::Release(number) => drop(self.leases.remove(&number)),
-            Change::Commit => return self.commit().map(drop),
+            Change::Commit => return self.pool.commit(StreamId::FIRST),
             Change::Wait(timeout) => {
                 self.pool.wait(timeout);
             }
@@ -135,42 +131,25 @@ impl<D: Capture> RankPool<D> {
         Ok(())
     }
 
-    fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
-        self.registered += 1;
-        let id = self.pool.register(source)?;
-        self.ids.insert(self.registered, id);
-        Ok(id)
+    fn id(&self, number: u64) -> Option<AdapterId> {
+        self.versions.get(&number).map(pool::Version::id)
     }
 
-    fn unregister(&mut self, number: u64) -> result::Result<(), PoolError> {
-        self.ids.remove(&number).map_or(Ok(()), |id| self.pool.unregister(id))
-    }
-
-    fn prefetch(&mut self, number: u64) -> result::Result<(), PoolError> {
-        self.ids.get(&number).map_or(Ok(()), |&id| self.pool.prefetch(id))
-    }
-
-    fn retry(&mut self, number: u64) -> result::Result<(), PoolError> {
-        self.ids.get(&number).map_or(Ok(()), |&id| self.pool.retry(id))
+    /// Loads an adapter, whose version has the number `loaded` then.
+    fn load(&mut self, source: Source) -> result::Result<Load, PoolError> {
+        self.loaded += 1;
+        let version = self.pool.load(source)?;
+        let load = version.load().clone();
+        self.versions.insert(self.loaded, version);
+        Ok(load)
     }
 
     /// Leases an adapter. Returns the lease's number.
-    fn acquire(&mut self, number: u64) -> result::Result<Option<u64>, PoolError> {
-        let Some(&id) = self.ids.get(&number) else { return Ok(None) };
+    fn acquire(&mut self, id: AdapterId) -> result::Result<u64, PoolError> {
         let lease = self.pool.acquire(id, StreamId::FIRST)?;
         self.leased += 1;
         self.leases.insert(self.leased, lease);
-        Ok(Some(self.leased))
-    }
-
-    /// Ends a step, and returns how loads have ended.
-    fn commit(&mut self) -> result::Result<Vec<pool::Outcome>, PoolError> {
-        self.pool.commit(StreamId::FIRST)?;
-        let mut outcomes = Vec::new();
-        while let Some(outcome) = self.pool.next_outcome() {
-            outcomes.push(outcome);
-        }
-        Ok(outcomes)
+        Ok(self.leased)
     }
 }
 
@@ -179,38 +158,28 @@ pub(crate) struct PoolOfRanks<D: Capture> {
     own: RankPool<D>,
     others: Others,
     numbers: HashMap<AdapterId, u64>,
-    /// Adapters that are on their way, as far as has been heard: to ask for them again would only take an exchange.
-    asked: HashSet<AdapterId>,
-    failures: VecDeque<(AdapterId, Arc<LoadError>)>,
-    releases: Receiver<u64>,
-    release: Sender<u64>,
+    /// What the drops of holds change.
+    changes: Receiver<Change>,
+    sender: Sender<Change>,
 }
 
-/// Ends a lease when it is dropped.
+/// A hold on a lease or a version. Its drop makes a change.
 struct Hold {
-    number: u64,
-    release: Sender<u64>,
+    change: Change,
+    sender: Sender<Change>,
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
         // Without a receiver, the pool is gone.
-        let _ = self.release.send(self.number);
+        let _ = self.sender.send(self.change.clone());
     }
 }
 
 impl<D: Capture> PoolOfRanks<D> {
     pub(crate) fn new(own: RankPool<D>, others: Others) -> Self {
-        let (release, releases) = channel();
-        Self {
-            own,
-            others,
-            numbers: HashMap::new(),
-            asked: HashSet::new(),
-            failures: VecDeque::new(),
-            releases,
-            release,
-        }
+        let (sender, changes) = channel();
+        Self { own, others, numbers: HashMap::new(), changes, sender }
     }
 
     /// Tells the other ranks what this one is about to do.
@@ -218,15 +187,12 @@ impl<D: Capture> PoolOfRanks<D> {
         self.others.tell(|| Order::Adapter(change.clone()));
     }
 
-    fn number(&self, id: AdapterId) -> result::Result<u64, PoolError> {
-        self.numbers.get(&id).copied().ok_or(PoolError::Unknown { id })
+    fn hold(&self, change: Change) -> Hold {
+        Hold { change, sender: self.sender.clone() }
     }
 
-    /// Takes note of an adapter that a call has asked for.
-    fn ask(&mut self, id: AdapterId) {
-        if self.tier(id) == Some(Tier::Source) && !self.has_failed(id) {
-            self.asked.insert(id);
-        }
+    fn number(&self, id: AdapterId) -> result::Result<u64, PoolError> {
+        self.numbers.get(&id).copied().ok_or(PoolError::Unknown { id })
     }
 }
 
@@ -237,42 +203,29 @@ impl<D: Capture> Steps<D> for PoolOfRanks<D> {
 }
 
 impl<D: Capture> Pool for PoolOfRanks<D> {
-    fn register(&mut self, source: Source) -> result::Result<AdapterId, PoolError> {
-        self.tell(Change::Register(source.clone()));
-        let id = self.own.register(source)?;
-        self.numbers.insert(id, self.own.registered);
-        Ok(id)
+    fn load(&mut self, source: Source) -> result::Result<Version, PoolError> {
+        self.tell(Change::Load(source.clone()));
+        let load = self.own.load(source)?;
+        self.numbers.insert(load.id(), self.own.loaded);
+        Ok(Version::new(load, self.hold(Change::Unload(self.own.loaded))))
     }
 
-    fn unregister(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
-        let number = self.number(id)?;
-        self.tell(Change::Unregister(number));
-        self.numbers.remove(&id);
-        self.asked.remove(&id);
-        self.own.unregister(number)
-    }
-
-    fn prefetch(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
-        let number = self.number(id)?;
-        if self.asked.contains(&id) {
-            return Ok(());
+    fn prefetch(&mut self, id: AdapterId) -> result::Result<Load, PoolError> {
+        // To ask for it again would only take an exchange.
+        if let Some(load) = self.loading(id) {
+            return Ok(load);
         }
-        self.tell(Change::Prefetch(number));
-        self.own.prefetch(number)?;
-        self.ask(id);
-        Ok(())
+        self.tell(Change::Prefetch(self.number(id)?));
+        self.own.pool.prefetch(id)
     }
 
-    fn retry(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
-        let number = self.number(id)?;
-        self.tell(Change::Retry(number));
-        self.own.retry(number)?;
-        self.ask(id);
-        Ok(())
+    fn retry(&mut self, id: AdapterId) -> result::Result<Load, PoolError> {
+        self.tell(Change::Retry(self.number(id)?));
+        self.own.pool.retry(id)
     }
 
-    fn next_failure(&mut self) -> Option<(AdapterId, Arc<LoadError>)> {
-        self.failures.pop_front()
+    fn loading(&self, id: AdapterId) -> Option<Load> {
+        self.own.pool.loading(id)
     }
 
     fn residency(&self, id: AdapterId) -> Option<Residency> {
@@ -280,43 +233,32 @@ impl<D: Capture> Pool for PoolOfRanks<D> {
     }
 
     fn acquire(&mut self, id: AdapterId) -> result::Result<Lease, PoolError> {
-        let number = self.number(id)?;
-        if self.asked.contains(&id) {
+        // As for a prefetch.
+        if self.loading(id).is_some() {
             return Err(PoolError::Loading { id });
         }
-        self.tell(Change::Acquire(number));
-        match self.own.acquire(number) {
-            Ok(Some(number)) => {
+        self.tell(Change::Acquire(self.number(id)?));
+        match self.own.acquire(id) {
+            Ok(number) => {
                 let slot = self.own.leases[&number].slot();
-                Ok(Lease::new(slot, Hold { number, release: self.release.clone() }))
+                Ok(Lease::new(slot, self.hold(Change::Release(number))))
             }
-            Ok(None) => Err(PoolError::Unknown { id }),
             // The next commit says why the ranks cannot go on.
             Err(PoolError::Load(_)) => Err(PoolError::Full),
-            Err(error) => {
-                if matches!(error, PoolError::Loading { .. }) {
-                    self.ask(id);
-                }
-                Err(error)
-            }
+            Err(error) => Err(error),
         }
     }
 
     fn commit(&mut self) -> Result<()> {
-        while let Ok(number) = self.releases.try_recv() {
-            self.tell(Change::Release(number));
-            self.own.leases.remove(&number);
+        while let Ok(change) = self.changes.try_recv() {
+            if let Change::Unload(number) = change {
+                self.numbers.retain(|_, other| *other != number);
+            }
+            self.tell(change.clone());
+            self.own.carry_out(change)?;
         }
         self.tell(Change::Commit);
-        for outcome in self.own.commit()? {
-            self.asked.remove(&outcome.id);
-            if let Err(error) = outcome.result {
-                self.failures.push_back((outcome.id, error));
-            }
-        }
-        let pool = &self.own.pool;
-        self.asked.retain(|&id| pool.residency(id).is_some_and(|residency| residency.tier == Tier::Source));
-        Ok(())
+        Ok(self.own.pool.commit(StreamId::FIRST)?)
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {

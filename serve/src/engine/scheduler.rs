@@ -20,14 +20,14 @@ use std::{
 
 use aril::{
     Slot,
-    pool::{AdapterId, CacheNamespace, PoolError},
+    pool::{AdapterId, CacheNamespace, Load, PoolError},
 };
 use aril_serving::admission::{self, Admission, Answer};
 
 use super::{
     cache::{Chain, Counters, KvCache},
     plan::{Chunk, Plan, Scores},
-    pool::{Lease, Pool},
+    pool::{self, Lease, Pool},
     request::{Event, Events, Failure, Finish, Request, RequestId},
     sampling::{Before, Logprobs, Sampler, rank},
 };
@@ -59,6 +59,8 @@ pub(crate) struct Scheduler {
     sequences: HashMap<RequestId, Sequence>,
     running: BTreeSet<RequestId>,
     versions: HashMap<AdapterId, Version>,
+    /// Loads that waiting requests wait for.
+    loads: HashMap<AdapterId, Load>,
     last_request: u64,
     last_step: u64,
     preemptions: u64,
@@ -97,12 +99,14 @@ struct Held {
 }
 
 /// A version of an adapter that the pool knows.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Version {
+    /// Unregisters it when it is dropped.
+    _registered: pool::Version,
     bytes: usize,
     /// Waiting and running requests.
     requests: usize,
-    /// Whether it is unregistered when the last of them ends.
+    /// Whether it is dropped when the last of them ends.
     is_retired: bool,
 }
 
@@ -153,15 +157,17 @@ impl Scheduler {
             sequences: HashMap::new(),
             running: BTreeSet::new(),
             versions: HashMap::new(),
+            loads: HashMap::new(),
             last_request: 0,
             last_step: 0,
             preemptions: 0,
         }
     }
 
-    /// Adds a version of an adapter that the pool has registered, of `bytes` bytes.
-    pub(crate) fn add_version(&mut self, id: AdapterId, bytes: usize) {
-        self.versions.insert(id, Version { bytes, requests: 0, is_retired: false });
+    /// Adds a version of an adapter, of `bytes` bytes.
+    pub(crate) fn add_version(&mut self, version: pool::Version, bytes: usize) {
+        let id = version.load().id();
+        self.versions.insert(id, Version { _registered: version, bytes, requests: 0, is_retired: false });
     }
 
     /// The versions that the pool knows.
@@ -170,10 +176,10 @@ impl Scheduler {
     }
 
     /// Unregisters a version once its last request has ended. New requests for it are refused.
-    pub(crate) fn retire(&mut self, id: AdapterId, pool: &mut dyn Pool) {
+    pub(crate) fn retire(&mut self, id: AdapterId) {
         if let Some(version) = self.versions.get_mut(&id) {
             version.is_retired = true;
-            self.sweep(Some(id), pool);
+            self.sweep(Some(id));
         }
     }
 
@@ -204,6 +210,7 @@ impl Scheduler {
                     // Its files may be whole again.
                     pool.retry(adapter).map_err(|error| failure(&error))?;
                 }
+                watch(&mut self.loads, adapter, pool);
                 admission::Request::new(id, adapter, version.bytes, now)
             }
         };
@@ -218,16 +225,16 @@ impl Scheduler {
     }
 
     /// Ends a request, if it has not ended, and frees what it holds.
-    pub(crate) fn end(&mut self, id: RequestId, pool: &mut dyn Pool) {
+    pub(crate) fn end(&mut self, id: RequestId) {
         if self.sequences.contains_key(&id) {
             let known = self.admission.cancel(&id);
             debug_assert_eq!(known, Ok(()), "a sequence waits or runs");
-            self.forget(id, pool);
+            self.forget(id);
         }
     }
 
     /// Frees what a request holds that admission does not know any more.
-    fn forget(&mut self, id: RequestId, pool: &mut dyn Pool) {
+    fn forget(&mut self, id: RequestId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         self.running.remove(&id);
         if let Some(held) = sequence.held {
@@ -237,13 +244,13 @@ impl Scheduler {
         if let Some(version) = adapter.and_then(|adapter| self.versions.get_mut(&adapter)) {
             version.requests -= 1;
         }
-        self.sweep(adapter, pool);
+        self.sweep(adapter);
     }
 
     /// Ends a request without a result.
-    fn fail(&mut self, id: RequestId, failure: Failure, pool: &mut dyn Pool) {
+    fn fail(&mut self, id: RequestId, failure: Failure) {
         self.tell(id, failure);
-        self.end(id, pool);
+        self.end(id);
     }
 
     fn tell(&self, id: RequestId, failure: Failure) {
@@ -254,27 +261,31 @@ impl Scheduler {
     }
 
     /// Ends the waiting requests of adapters whose loads have failed.
-    fn fail_loads(&mut self, pool: &mut dyn Pool) {
-        while let Some((adapter, error)) = pool.next_failure() {
-            let failure = failure(&PoolError::Failed { id: adapter, error });
+    fn fail_loads(&mut self) {
+        let mut failures = Vec::new();
+        self.loads.retain(|&adapter, load| {
+            let ended = load.has_ended().inspect_err(|error| failures.push((adapter, failure(error))));
+            matches!(ended, Ok(false))
+        });
+        for (adapter, failure) in failures {
             let waits = |sequence: &Sequence| sequence.request.adapter == Some(adapter) && sequence.held.is_none();
             let waiting = self.sequences.iter().filter(|(_, sequence)| waits(sequence));
             for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
-                self.fail(id, failure.clone(), pool);
+                self.fail(id, failure.clone());
             }
         }
     }
 
     /// Ends all running requests, and those of a step that failed, without a result.
-    pub(crate) fn fail_step(&mut self, step: &Scheduled, failure: &Failure, pool: &mut dyn Pool) {
+    pub(crate) fn fail_step(&mut self, step: &Scheduled, failure: &Failure) {
         for id in mem::take(&mut self.running).into_iter().chain(step.requests.iter().copied()) {
-            self.fail(id, failure.clone(), pool);
+            self.fail(id, failure.clone());
         }
     }
 
     /// Plans the next step. The plan is empty if nothing runs.
     pub(crate) fn plan(&mut self, now: Duration, pool: &mut dyn Pool) -> Scheduled {
-        self.fail_loads(pool);
+        self.fail_loads();
         self.last_step += 1;
         let mut scheduled = Scheduled { step: self.last_step, ..Scheduled::default() };
         let mut budget =
@@ -322,8 +333,9 @@ impl Scheduler {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
             // If its last load failed, its requests fail when they are offered.
             let _ = pool.prefetch(adapter);
+            watch(&mut self.loads, adapter, pool);
         }
-        let Self { limits, admission, cache, sequences, running, .. } = self;
+        let Self { limits, admission, cache, sequences, running, loads, .. } = self;
         let mut failed = Vec::new();
         admission.admit(now, |offered| {
             if budget.tokens == 0 || budget.rows == 0 || running.len() == limits.running {
@@ -331,7 +343,11 @@ impl Scheduler {
             }
             let lease = match offered.adapter.map(|adapter| pool.acquire(adapter)).transpose() {
                 Ok(lease) => lease,
-                Err(PoolError::Loading { .. } | PoolError::Full) => return Answer::Skip,
+                Err(PoolError::Loading { id }) => {
+                    watch(loads, id, pool);
+                    return Answer::Skip;
+                }
+                Err(PoolError::Full) => return Answer::Skip,
                 Err(error) => {
                     failed.push((offered.id, failure(&error)));
                     return Answer::Fail;
@@ -359,12 +375,12 @@ impl Scheduler {
         });
         for (id, failure) in failed {
             self.tell(id, failure);
-            self.forget(id, pool);
+            self.forget(id);
         }
     }
 
     /// Takes note of a step's results: those of each row.
-    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>, pool: &mut dyn Pool) {
+    pub(crate) fn complete(&mut self, scheduled: &Scheduled, scores: Vec<Scores>) {
         let mut scores = scores.into_iter();
         for (&id, chunk) in scheduled.requests.iter().zip(&scheduled.plan.chunks) {
             let scored: Vec<Scores> = scores.by_ref().take(chunk.scored.len()).collect();
@@ -377,7 +393,7 @@ impl Scheduler {
                 self.cache.publish(&mut held.chain, &sequence.tokens[..computed]);
             }
             if sequence.report(chunk.position + chunk.scored.start, &scored).is_none() {
-                self.fail(id, Failure::NotNumbers, pool);
+                self.fail(id, Failure::NotNumbers);
                 continue;
             }
             let Some(scores) = scores else { continue };
@@ -386,7 +402,7 @@ impl Scheduler {
             let (prompt, chosen) = tokens.split_at(request.prompt.len());
             let before = Before { prompt, chosen, stop_tokens: &request.stop_tokens };
             let Some(chosen) = sampler.choose_from(&scores, &before) else {
-                self.fail(id, Failure::NotNumbers, pool);
+                self.fail(id, Failure::NotNumbers);
                 continue;
             };
             sequence.tokens.push(chosen.token);
@@ -394,7 +410,7 @@ impl Scheduler {
             // Without a receiver, the request runs until its client's cancellation arrives.
             let _ = sequence.events.send(Event::Token(chosen, finish));
             if finish.is_some() {
-                self.end(id, pool);
+                self.end(id);
             }
         }
     }
@@ -433,14 +449,12 @@ impl Scheduler {
         self.preemptions += 1;
     }
 
-    /// Unregisters a retired version without requests, and withdraws its part of the cache.
-    fn sweep(&mut self, adapter: Option<AdapterId>, pool: &mut dyn Pool) {
+    /// Drops a retired version without requests, and withdraws its part of the cache.
+    fn sweep(&mut self, adapter: Option<AdapterId>) {
         let Some(id) = adapter else { return };
         if self.versions.get(&id).is_some_and(|version| version.is_retired && version.requests == 0) {
             self.versions.remove(&id);
             self.cache.forget(id.cache_namespace());
-            let known = pool.unregister(id);
-            debug_assert!(known.is_ok(), "a version is registered until here");
         }
     }
 }
@@ -534,6 +548,11 @@ impl Sequence {
         let chosen = self.tokens.len() - self.request.prompt.len();
         (chosen == self.request.max_tokens).then_some(Finish::Length)
     }
+}
+
+/// Takes note of an adapter's load, if one is under way.
+fn watch(loads: &mut HashMap<AdapterId, Load>, id: AdapterId, pool: &dyn Pool) {
+    loads.extend(pool.loading(id).map(|load| (id, load)));
 }
 
 fn failure(error: &PoolError) -> Failure {

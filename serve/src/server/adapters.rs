@@ -10,7 +10,7 @@ use aril::{
     adapter::{Adapter, AdapterError, Opener},
     pool::{Source, Tier},
 };
-use aril_serving::registry::{OnDuplicate, RegistryError, Served};
+use aril_serving::registry::{OnDuplicate, RegistryError, Served, Version as _};
 use axum::{
     Json,
     extract::{Path as UrlPath, State},
@@ -89,9 +89,7 @@ pub(crate) async fn unload(State(server): Shared, received: body::Received) -> A
         RegistryError::Unknown { .. } => ApiError::not_found(format!("The lora adapter '{name}' cannot be found.")),
         other => ApiError::invalid_input(other.to_string()),
     })?;
-    if let Some(id) = unloaded.id {
-        server.forget(id);
-    }
+    unloaded.version.into_iter().for_each(|version| server.forget(version));
     tracing::info!(name, "unloaded an adapter");
     Ok(format!("Success: LoRA adapter '{name}' removed successfully."))
 }
@@ -170,16 +168,11 @@ impl Server {
         let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
         let id = version.id();
         self.paths().insert(id, dir.clone());
-        match reservation.commit(id) {
-            Ok(replaced) => {
-                version.keep();
-                replaced.id.into_iter().for_each(|old| self.forget(old));
-            }
-            Err(error) => {
-                self.paths().remove(&id);
-                return Err(ApiError::invalid_input(error.to_string()));
-            }
-        }
+        let replaced = reservation.commit(version).map_err(|error| {
+            self.paths().remove(&id);
+            ApiError::invalid_input(error.to_string())
+        })?;
+        replaced.version.into_iter().for_each(|old| self.forget(old));
         tracing::info!(name, path = %dir.display(), "loaded an adapter");
         let warnings = warnings.await.map_err(|error| ApiError::internal(error.to_string()))?;
         for warning in &warnings {

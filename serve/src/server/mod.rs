@@ -36,7 +36,7 @@ use aril::{
     model::TpRank,
     pool::{AdapterId, PoolConfig},
 };
-use aril_serving::registry::{OnDuplicate, Registry};
+use aril_serving::registry::{OnDuplicate, Registry, Version as _};
 use axum::{
     Router,
     extract::{DefaultBodyLimit, Request, State},
@@ -68,7 +68,7 @@ use crate::{
     model::{Described, Split, describe},
     options::{LoadFormat, Options},
     tokenizer::{Tokenizer, guarded},
-    worker::{self, Handle, Setup},
+    worker::{self, Handle, Setup, Version},
 };
 
 /// Slots beyond those of a batch, for adapters that are next.
@@ -87,7 +87,7 @@ type Shared = State<Arc<Server>>;
 #[derive(Debug)]
 struct Server {
     engine: Handle,
-    registry: Registry,
+    registry: Registry<Version>,
     /// Where each version was loaded from.
     paths: Mutex<HashMap<AdapterId, PathBuf>>,
     /// The base model's names.
@@ -131,9 +131,9 @@ impl Server {
     }
 
     /// Unloads a version that no name stands for any more.
-    fn forget(&self, id: AdapterId) {
-        self.paths().remove(&id);
-        self.engine.unload(id);
+    fn forget(&self, version: Version) {
+        self.paths().remove(&version.id());
+        drop(version);
     }
 
     /// The text of one token, special ones included.

@@ -39,7 +39,7 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     };
     assert_eq!(refused.into_response().status(), 503);
-    assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.id.is_none()));
+    assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.version.is_none()));
     for _ in 0..10 {
         // It may have opened all.
         let _ = open.send(());
@@ -55,8 +55,8 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
     server.load("two", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served");
     assert_eq!((registered().await, server.paths().len()), (2, 2));
     for name in ["one", "two"] {
-        let id = server.registry.unload(name).expect("it is there").id.expect("it is loaded");
-        server.forget(id);
+        let version = server.registry.unload(name).expect("it is there").version.expect("it is loaded");
+        server.forget(version);
     }
     assert_eq!((registered().await, server.paths().len()), (0, 0));
     server.engine.stop();

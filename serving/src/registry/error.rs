@@ -1,8 +1,23 @@
 use std::sync::Arc;
 
-use aril::{adapter::Escaped, pool::AdapterId};
+use aril::{
+    adapter::Escaped,
+    pool::{AdapterId, PoolError},
+};
 
 use super::NameError;
+
+/// An adapter that [`load`](super::Registry::load) does not load.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The name cannot be used.
+    #[error(transparent)]
+    Name(#[from] RegistryError),
+    /// The pool refuses the adapter.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
 
 /// A name that cannot be used as asked. No call that returns an error has changed anything.
 ///

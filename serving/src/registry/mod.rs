@@ -1,13 +1,13 @@
 //! The names that requests use: which version of an adapter a name stands for.
 //!
-//! A [`Registry`] has the semantics of vLLM's endpoints for adapters. It holds names and [`AdapterId`]s alone; the weights are the
-//! pool's.
+//! A [`Registry`] has the semantics of vLLM's endpoints for adapters. It holds names and [versions](Version) alone; the weights are the
+//! pool's. It owns the versions, so that one that is replaced or unloaded leaves the pool when it is dropped.
 //!
 //! | vLLM | here |
 //! |---|---|
-//! | `load_lora_adapter` | [`Registry::reserve`] the name, load the adapter, [`Reservation::commit`] its id |
+//! | `load_lora_adapter` | [`Registry::load`]; [`Registry::reserve`] for an engine that loads in a way of its own |
 //! | `load_lora_adapter` with `load_inplace` | the same with [`OnDuplicate::Replace`] |
-//! | `unload_lora_adapter` | [`Registry::unload`], then unregister the returned id |
+//! | `unload_lora_adapter` | [`Registry::unload`] |
 //! | `/v1/models` | [`Registry::base_names`] and [`Registry::list`] |
 //! | the `model` of a request | [`Registry::resolve`] |
 //!
@@ -46,12 +46,12 @@ use std::sync::{Arc, PoisonError};
 #[cfg(not(test))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use aril::pool::{AdapterId, CacheNamespace};
+use aril::pool::{self, AdapterId, AdapterPool, Backend, CacheNamespace, Load};
 #[cfg(test)]
 use shuttle::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub use self::{
-    error::RegistryError,
+    error::{LoadError, RegistryError},
     name::{MAX_NAME_BYTES, NameError},
 };
 use self::{
@@ -61,45 +61,12 @@ use self::{
 
 /// The names of the base model and of the loaded adapters. Clones are the same registry.
 ///
-/// The load of an adapter, over the registry and a pool. A failure at any point leaves the old version served, the name free for another
-/// load and nothing of the new version in the pool:
-///
 /// ```
 /// use std::{error::Error, time::Duration};
 ///
-/// use aril::{cpu::AdapterPool, pool::{AdapterId, PoolError, Source}};
-/// use aril_serving::registry::{OnDuplicate, Registry, RegistryError, Served};
+/// use aril::{cpu::AdapterPool, pool::Source};
+/// use aril_serving::registry::{OnDuplicate::Replace, Registry, RegistryError, Served};
 /// # use aril::{DType, adapter::{Adapter, Tensor}, model::{Linear, ModelSpec, Parallel, TpRank}, plan::Capacity, pool::PoolConfig};
-///
-/// /// Serves an adapter under a name, or another version of it.
-/// fn load(registry: &Registry, pool: &mut AdapterPool, name: &str, source: Source) -> Result<(), Box<dyn Error>> {
-///     // Until the commit, the old version is served. An error drops the reservation, which gives the name back.
-///     let reservation = registry.reserve(name, OnDuplicate::Replace)?;
-///     let id = pool.register(source)?;
-///     let committed = read(pool, id).and_then(|()| Ok(reservation.commit(id)?));
-///     let unserved = match &committed {
-///         // Requests that lease the old version finish on it.
-///         Ok(replaced) => replaced.id,
-///         // The read failed, or the name was unloaded meanwhile: nobody can ask for the new version.
-///         Err(_) => Some(id),
-///     };
-///     if let Some(id) = unserved {
-///         pool.unregister(id)?;
-///     }
-///     committed.map(drop)
-/// }
-///
-/// /// Reads an adapter, so that its first request does not find a file that cannot be read.
-/// fn read(pool: &mut AdapterPool, id: AdapterId) -> Result<(), Box<dyn Error>> {
-///     pool.prefetch(id)?;
-///     loop {
-///         match pool.next_outcome() {
-///             Some(outcome) if outcome.id == id => return Ok(outcome.result?),
-///             Some(_another_load) => {}
-///             None => drop(pool.wait(Duration::from_millis(10))),
-///         }
-///     }
-/// }
 ///
 /// let registry = Registry::new(["qwen3-8b"]);
 /// assert_eq!(registry.resolve("qwen3-8b"), Ok(Served::Base));
@@ -117,18 +84,50 @@ use self::{
 /// # };
 /// # let (first, broken, second) = (source(1.0)?, source(f32::NAN)?, source(2.0)?);
 ///
-/// load(&registry, &mut pool, "pirate", first)?;
-/// let old = registry.resolve("pirate")?;
+/// let load = registry.load(&mut pool, "pirate", Replace, first)?;
+/// // An engine steps meanwhile. Each call of the pool may be the one that takes note of the load's end.
+/// pool.wait_for(&load, Duration::from_secs(60))?;
+/// let old = Served::Adapter(load.id());
+/// assert_eq!(registry.resolve("pirate"), Ok(old));
+///
 /// // Weights that are not numbers: the first version is served as before, and alone in the pool.
-/// assert!(load(&registry, &mut pool, "pirate", broken).is_err());
+/// let load = registry.load(&mut pool, "pirate", Replace, broken)?;
+/// assert!(pool.wait_for(&load, Duration::from_secs(60)).is_err());
 /// assert_eq!((registry.resolve("pirate"), pool.snapshot().adapters), (Ok(old), 1));
-/// load(&registry, &mut pool, "pirate", second)?;
-/// assert!(registry.resolve("pirate") != Ok(old) && pool.snapshot().adapters == 1);
+///
+/// let load = registry.load(&mut pool, "pirate", Replace, second)?;
+/// assert_eq!((registry.resolve("pirate"), pool.snapshot().adapters), (Ok(old), 2));
+/// pool.wait_for(&load, Duration::from_secs(60))?;
+/// assert_eq!((registry.resolve("pirate"), pool.snapshot().adapters), (Ok(Served::Adapter(load.id())), 1));
 /// # Ok::<(), Box<dyn Error>>(())
 /// ```
-#[derive(Clone, Debug)]
-pub struct Registry {
-    names: Arc<RwLock<Names>>,
+#[derive(Debug)]
+pub struct Registry<V> {
+    names: Arc<RwLock<Names<V>>>,
+}
+
+/// What a registry holds of a version that is served: an owner whose drop unregisters it, or its id, which the engine unregisters.
+pub trait Version {
+    /// The version's id.
+    fn id(&self) -> AdapterId;
+}
+
+impl Version for AdapterId {
+    fn id(&self) -> AdapterId {
+        *self
+    }
+}
+
+impl Version for pool::Version {
+    fn id(&self) -> AdapterId {
+        self.id()
+    }
+}
+
+impl<V> Clone for Registry<V> {
+    fn clone(&self) -> Self {
+        Self { names: Arc::clone(&self.names) }
+    }
 }
 
 /// What a model name resolves to.
@@ -183,10 +182,10 @@ pub struct Listed {
 /// What [`Registry::unload`] removed.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-#[must_use = "the pool holds the adapter until it is unregistered"]
-pub struct Unloaded {
-    /// The version that was served, for the pool to unregister; `None` if the name's first load had not finished.
-    pub id: Option<AdapterId>,
+#[must_use = "an id has to be unregistered"]
+pub struct Unloaded<V> {
+    /// The version that was served; `None` if the name's first load had not finished.
+    pub version: Option<V>,
     /// The aliases that went with the name, sorted.
     pub aliases: Vec<Arc<str>>,
 }
@@ -194,13 +193,40 @@ pub struct Unloaded {
 /// What [`Reservation::commit`] replaced.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
-#[must_use = "the pool holds the replaced adapter until it is unregistered"]
-pub struct Replaced {
-    /// The version that was served, for the pool to unregister; `None` if the name had none.
-    pub id: Option<AdapterId>,
+#[must_use = "an id has to be unregistered"]
+pub struct Replaced<V> {
+    /// The version that was served; `None` if the name had none.
+    pub version: Option<V>,
 }
 
-impl Registry {
+impl Registry<pool::Version> {
+    /// Loads an adapter, which the name stands for once it is in host memory: a call of the pool takes note of that, drops the version that
+    /// had the name, and says so in the [`Load`] that is returned. Requests that lease the dropped version finish on it.
+    ///
+    /// Whatever fails, the name stands for the old version as before, can be loaded again, and nothing of the new version is in the pool.
+    /// If the name is [unloaded](Self::unload) meanwhile, the new version leaves the pool, too.
+    ///
+    /// # Errors
+    /// Those of [`reserve`](Self::reserve) and of [`AdapterPool::load`]; nothing is loaded. How the load ends is said by
+    /// [`Load::has_ended`].
+    #[doc(alias = "load_lora_adapter")]
+    pub fn load<B: Backend>(
+        &self,
+        pool: &mut AdapterPool<B>,
+        name: &str,
+        on_duplicate: OnDuplicate,
+        source: B::Source,
+    ) -> Result<Load, LoadError> {
+        let reservation = self.reserve(name, on_duplicate)?;
+        let serve = |loaded: Result<_, _>| {
+            // A failure is that of the load. Without the name, nobody can ask for the version.
+            drop(loaded.map(|version| reservation.commit(version)));
+        };
+        Ok(pool.load_then(source, serve)?)
+    }
+}
+
+impl<V: Version> Registry<V> {
     /// A registry without adapters. Adapters cannot take the names of the base model, which resolve to [`Served::Base`].
     pub fn new<S: Into<String>>(base_names: impl IntoIterator<Item = S>) -> Self {
         let base_names = base_names.into_iter().map(|name| Arc::from(name.into())).collect();
@@ -216,7 +242,7 @@ impl Registry {
     /// - [`RegistryError::Loading`] if another caller has reserved it.
     /// - [`RegistryError::Loaded`] if an adapter has it, with [`OnDuplicate::Refuse`].
     #[doc(alias = "load_lora_adapter")]
-    pub fn reserve(&self, name: &str, on_duplicate: OnDuplicate) -> Result<Reservation, RegistryError> {
+    pub fn reserve(&self, name: &str, on_duplicate: OnDuplicate) -> Result<Reservation<V>, RegistryError> {
         check(name)?;
         let (name, ticket) = self.write().reserve(name, on_duplicate)?;
         Ok(Reservation { registry: self.clone(), name, ticket })
@@ -227,7 +253,7 @@ impl Registry {
     /// # Errors
     /// [`RegistryError::Unknown`], [`RegistryError::Base`], or [`RegistryError::Alias`], which leaves both names.
     #[doc(alias = "unload_lora_adapter")]
-    pub fn unload(&self, name: &str) -> Result<Unloaded, RegistryError> {
+    pub fn unload(&self, name: &str) -> Result<Unloaded<V>, RegistryError> {
         self.write().unload(name)
     }
 
@@ -276,11 +302,11 @@ impl Registry {
     }
 
     /// Locks the names. A panic of another thread cannot leave them inconsistent, because no call panics between its changes.
-    fn read(&self) -> RwLockReadGuard<'_, Names> {
+    fn read(&self) -> RwLockReadGuard<'_, Names<V>> {
         self.names.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Names> {
+    fn write(&self) -> RwLockWriteGuard<'_, Names<V>> {
         self.names.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -288,29 +314,31 @@ impl Registry {
 /// A name whose adapter is being loaded. Dropping it gives the name back.
 #[derive(Debug)]
 #[must_use = "dropping a reservation gives the name back"]
-pub struct Reservation {
-    registry: Registry,
+pub struct Reservation<V: Version> {
+    registry: Registry<V>,
     name: Arc<str>,
     ticket: Ticket,
 }
 
-impl Reservation {
+impl<V: Version> Reservation<V> {
     /// The reserved name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Lets the name stand for `id` from now on, and returns the version that it replaced.
+    /// Lets the name stand for `version` from now on, and returns the one that it replaced.
     ///
     /// # Errors
-    /// Nothing has changed, and the caller unregisters `id`, if the name was unloaded meanwhile ([`RegistryError::Unloaded`]) or `id` is
+    /// No name has changed, and `version` is dropped, if the name was unloaded meanwhile ([`RegistryError::Unloaded`]) or the version is
     /// served under a name already ([`RegistryError::Id`]).
-    pub fn commit(self, id: AdapterId) -> Result<Replaced, RegistryError> {
-        Ok(Replaced { id: self.registry.write().commit(&self.name, self.ticket, id)? })
+    pub fn commit(self, version: V) -> Result<Replaced<V>, RegistryError> {
+        // Unlocked before a version is dropped, whose end may take a while.
+        let mut names = self.registry.write();
+        Ok(Replaced { version: names.commit(&self.name, self.ticket, version.id())?.replace(version) })
     }
 }
 
-impl Drop for Reservation {
+impl<V: Version> Drop for Reservation<V> {
     fn drop(&mut self) {
         self.registry.write().release(&self.name, self.ticket);
     }

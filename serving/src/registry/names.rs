@@ -3,7 +3,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded};
+use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded, Version};
 use aril::pool::AdapterId;
 
 /// One reservation. No ticket is used twice, so that a reservation which has been cancelled cannot touch a later one.
@@ -12,23 +12,23 @@ pub(super) struct Ticket(u64);
 
 /// The names of a registry. Each method is one atomic change: it checks everything first.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(super) struct Names<V> {
     base: BTreeSet<Arc<str>>,
-    entries: BTreeMap<Arc<str>, Entry>,
+    entries: BTreeMap<Arc<str>, Entry<V>>,
     /// The name of each version that is served.
     owners: HashMap<AdapterId, Arc<str>>,
     last_ticket: u64,
 }
 
 #[derive(Debug)]
-enum Entry {
+enum Entry<V> {
     /// A name of its own. It is served, being loaded, or both.
-    Adapter { served: Option<AdapterId>, loading: Option<Ticket>, aliases: BTreeSet<Arc<str>> },
+    Adapter { served: Option<V>, loading: Option<Ticket>, aliases: BTreeSet<Arc<str>> },
     /// An alias of an adapter that is served.
     Alias(Arc<str>),
 }
 
-impl Names {
+impl<V: Version> Names<V> {
     pub(super) fn new(base: BTreeSet<Arc<str>>) -> Self {
         Self { base, entries: BTreeMap::new(), owners: HashMap::new(), last_ticket: 0 }
     }
@@ -61,12 +61,13 @@ impl Names {
         Ok((name, ticket))
     }
 
+    /// Lets a name stand for `id`, whose version the caller puts in place of the one that is returned.
     pub(super) fn commit(
         &mut self,
         name: &Arc<str>,
         ticket: Ticket,
         id: AdapterId,
-    ) -> Result<Option<AdapterId>, RegistryError> {
+    ) -> Result<&mut Option<V>, RegistryError> {
         let Some(Entry::Adapter { served, loading, .. }) = self.entries.get_mut(name) else {
             return Err(RegistryError::Unloaded { name: name.clone() });
         };
@@ -77,12 +78,11 @@ impl Names {
             return Err(RegistryError::Id { id, name: owner.clone() });
         }
         *loading = None;
-        let replaced = served.replace(id);
-        if let Some(old) = replaced {
-            self.owners.remove(&old);
+        if let Some(old) = served {
+            self.owners.remove(&old.id());
         }
         self.owners.insert(id, name.clone());
-        Ok(replaced)
+        Ok(served)
     }
 
     /// Ends a reservation that has not been committed. After a commit, or an unload, it does nothing.
@@ -97,7 +97,7 @@ impl Names {
         }
     }
 
-    pub(super) fn unload(&mut self, name: &str) -> Result<Unloaded, RegistryError> {
+    pub(super) fn unload(&mut self, name: &str) -> Result<Unloaded<V>, RegistryError> {
         self.not_base(name)?;
         if let Entry::Alias(target) = self.entry(name)? {
             return Err(alias_of(name, target));
@@ -106,10 +106,10 @@ impl Names {
         for alias in &aliases {
             self.entries.remove(alias);
         }
-        if let Some(id) = served {
-            self.owners.remove(&id);
+        if let Some(version) = &served {
+            self.owners.remove(&version.id());
         }
-        Ok(Unloaded { id: served, aliases: aliases.into_iter().collect() })
+        Ok(Unloaded { version: served, aliases: aliases.into_iter().collect() })
     }
 
     pub(super) fn alias(&mut self, alias: &str, target: &str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
@@ -160,15 +160,15 @@ impl Names {
             own => own,
         };
         match entry {
-            Entry::Adapter { served: Some(id), .. } => Ok(Served::Adapter(*id)),
+            Entry::Adapter { served: Some(version), .. } => Ok(Served::Adapter(version.id())),
             _ => Err(RegistryError::Loading { name: name.into() }),
         }
     }
 
     pub(super) fn list(&self) -> Vec<Listed> {
-        let listed = |(name, entry): (&Arc<str>, &Entry)| match entry {
-            Entry::Adapter { served: Some(id), aliases, .. } => {
-                Some(Listed { name: name.clone(), id: *id, aliases: aliases.iter().cloned().collect() })
+        let listed = |(name, entry): (&Arc<str>, &Entry<V>)| match entry {
+            Entry::Adapter { served: Some(version), aliases, .. } => {
+                Some(Listed { name: name.clone(), id: version.id(), aliases: aliases.iter().cloned().collect() })
             }
             _ => None,
         };
@@ -183,7 +183,7 @@ impl Names {
         self.owners.get(&id).cloned()
     }
 
-    fn entry(&self, name: &str) -> Result<&Entry, RegistryError> {
+    fn entry(&self, name: &str) -> Result<&Entry<V>, RegistryError> {
         self.entries.get(name).ok_or_else(|| unknown(name))
     }
 

@@ -24,12 +24,12 @@ use aril::{
     cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Workspace},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
+    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Version},
     routing::Batch,
 };
 use aril_serving::{
     admission::{Admission, AdmissionError, Answer, Limits, Request},
-    registry::{Listed, OnDuplicate, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
+    registry::{Listed, LoadError, OnDuplicate, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -43,6 +43,7 @@ const SLOTS: usize = 3;
 const MAX_ADAPTERS: usize = 2;
 const MAX_REQUESTS: usize = 6;
 const STEPS: usize = 2000;
+const LIMIT: Duration = Duration::from_secs(30);
 
 fn model() -> (Model, LinearId) {
     let mut spec = ModelSpec::new();
@@ -73,7 +74,7 @@ struct Live {
 }
 
 struct Engine {
-    registry: Registry,
+    registry: Registry<Version>,
     pool: AdapterPool,
     admission: Admission<u32, AdapterId>,
     layer: LoraLinear,
@@ -113,21 +114,19 @@ impl Engine {
         }
     }
 
-    /// Loads an adapter, or its next version.
+    /// Loads an adapter, or its next version, unless one is being loaded.
     fn load(&mut self, name: &str) {
-        let reservation = self.registry.reserve(name, OnDuplicate::Replace).unwrap();
         let value = (self.values.len() + 1) as f32;
-        let id = self.pool.register(Source::memory(adapter(value), &self.model, DType::F32).unwrap()).unwrap();
-        self.values.insert(id, value);
-        if let Some(old) = reservation.commit(id).unwrap().id {
-            self.pool.unregister(old).unwrap();
+        let source = Source::memory(adapter(value), &self.model, DType::F32).unwrap();
+        match self.registry.load(&mut self.pool, name, OnDuplicate::Replace, source) {
+            Ok(load) => drop(self.values.insert(load.id(), value)),
+            Err(error) => assert!(matches!(error, LoadError::Name(RegistryError::Loading { .. })), "{error}"),
         }
     }
 
     fn unload(&mut self, name: &str) {
-        match self.registry.unload(name) {
-            Ok(unloaded) => self.pool.unregister(unloaded.id.unwrap()).unwrap(),
-            Err(error) => assert_eq!(error, RegistryError::Unknown { name: name.into() }),
+        if let Err(error) = self.registry.unload(name) {
+            assert_eq!(error, RegistryError::Unknown { name: name.into() });
         }
     }
 
@@ -136,7 +135,7 @@ impl Engine {
         let served = match self.registry.resolve(name) {
             Ok(served) => served,
             Err(error) => {
-                assert_eq!(error, RegistryError::Unknown { name: name.into() });
+                assert!(matches!(error, RegistryError::Unknown { .. } | RegistryError::Loading { .. }), "{error}");
                 self.refused += 1;
                 return;
             }
@@ -152,7 +151,7 @@ impl Engine {
     fn admit(&mut self) {
         for adapter in self.admission.prefetch().take(SLOTS - MAX_ADAPTERS) {
             match self.pool.prefetch(adapter) {
-                Ok(()) | Err(PoolError::Unknown { .. }) => {}
+                Ok(_) | Err(PoolError::Unknown { .. }) => {}
                 Err(error) => panic!("{error}"),
             }
         }
@@ -258,6 +257,55 @@ fn every_request_runs_on_its_own_version_or_is_refused() {
         (0, 0, 0)
     );
     assert!(engine.values.len() > 2 * NAMES.len() && engine.pool.snapshot().counters.evictions > 20);
+    // The pool has what is served, and nothing else.
+    while engine.pool.wait(LIMIT) {}
+    engine.pool.poll();
+    assert_eq!(engine.pool.snapshot().adapters, engine.registry.list().len());
+}
+
+/// Whatever ends the load of another version, its name stands for the one that it stood for, and nothing else is in the pool.
+#[test]
+fn a_version_that_is_not_served_leaves_the_pool() {
+    let Engine { registry, mut pool, model, .. } = Engine::new();
+    let source = |value| Source::memory(adapter(value), &model, DType::F32).unwrap();
+    let first = registry.load(&mut pool, "a", OnDuplicate::Refuse, source(1.0)).unwrap();
+    assert_eq!(registry.resolve("a"), Err(RegistryError::Loading { name: "a".into() }));
+    assert!(pool.wait_for(&first, LIMIT).unwrap());
+    let is_as_before = |pool: &AdapterPool| {
+        assert_eq!((registry.resolve("a"), pool.snapshot().adapters), (Ok(Served::Adapter(first.id())), 1));
+    };
+    is_as_before(&pool);
+
+    let refused = registry.load(&mut pool, "a", OnDuplicate::Refuse, source(2.0));
+    assert!(matches!(refused, Err(LoadError::Name(RegistryError::Loaded { .. }))), "{refused:?}");
+    is_as_before(&pool);
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES).slice("k", FEATURES)).unwrap();
+    let other = Source::memory(adapter(2.0), &spec.shard(TpRank::SINGLE).unwrap(), DType::F32).unwrap();
+    let refused = registry.load(&mut pool, "a", OnDuplicate::Replace, other);
+    assert!(matches!(refused, Err(LoadError::Pool(PoolError::Slot(_)))), "{refused:?}");
+    is_as_before(&pool);
+    let load = registry.load(&mut pool, "a", OnDuplicate::Replace, source(f32::NAN)).unwrap();
+    let failed = pool.wait_for(&load, LIMIT);
+    assert!(matches!(failed, Err(PoolError::Failed { .. })), "{failed:?}");
+    is_as_before(&pool);
+    let load = registry.load(&mut pool, "a", OnDuplicate::Replace, source(2.0)).unwrap();
+    pool.unregister(load.id()).unwrap();
+    pool.poll();
+    is_as_before(&pool);
+
+    // The name is unloaded meanwhile.
+    let load = registry.load(&mut pool, "a", OnDuplicate::Replace, source(2.0)).unwrap();
+    let refused = registry.load(&mut pool, "a", OnDuplicate::Replace, source(3.0));
+    assert!(matches!(refused, Err(LoadError::Name(RegistryError::Loading { .. }))), "{refused:?}");
+    drop(registry.unload("a").unwrap());
+    assert!(pool.wait_for(&load, LIMIT).unwrap());
+    assert_eq!((registry.list(), pool.snapshot().adapters), (vec![], 0));
+    // The pool is dropped meanwhile.
+    let load = registry.load(&mut pool, "a", OnDuplicate::Replace, source(2.0)).unwrap();
+    drop(pool);
+    assert!(matches!(load.has_ended(), Err(PoolError::Unknown { .. })));
+    assert_eq!(registry.resolve("a"), Err(RegistryError::Unknown { name: "a".into() }));
 }
 
 #[test]
@@ -265,7 +313,8 @@ fn types_may_be_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     fn error<T: std::error::Error + Send + Sync + 'static>() {}
     shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
-    shared::<(Registry, Reservation, Listed, Replaced, Served, Unloaded)>();
+    shared::<(Registry<AdapterId>, Reservation<AdapterId>, Replaced<AdapterId>, Unloaded<AdapterId>)>();
+    shared::<(Listed, Served)>();
     error::<AdmissionError>();
     error::<RegistryError>();
 }

@@ -7,7 +7,7 @@ use crate::{
     blocks::Block,
     error::LoadError,
     pool::{
-        AdapterId, Outcome,
+        AdapterId,
         backend::{Backend, Copy, Read},
     },
 };
@@ -26,6 +26,9 @@ impl Core {
     /// Puts an adapter that is not on the device into the queue.
     pub(super) fn enqueue(&mut self, id: AdapterId, push: fn(&mut VecDeque<AdapterId>, AdapterId)) {
         let Some(entry) = self.adapters.get_mut(&id).filter(|entry| entry.slot.is_none()) else { return };
+        if !entry.host.is_ready() {
+            entry.loading.get_or_insert_default();
+        }
         if std::mem::replace(&mut entry.is_waiting, true) {
             self.queue.retain(|&other| other != id);
         }
@@ -185,6 +188,9 @@ impl Core {
             Ok(bytes) => {
                 (entry.bytes, entry.is_exact) = (bytes, true);
                 entry.host = HostPlace::Ready { block, bytes };
+                if let Some(loading) = entry.loading.take() {
+                    loading.end(Ok(()));
+                }
                 self.host.insert(entry.last_use, id);
                 self.counters.reads += 1;
                 self.counters.read_bytes += bytes as u64;
@@ -193,7 +199,6 @@ impl Core {
                     self.has_placed(id, &copy);
                     self.queue.retain(|&other| other != id);
                 }
-                self.report(id, Ok(()));
             }
             Err(error) => {
                 copy.into_iter().for_each(|copy| self.device.evict(copy.slot));
@@ -217,22 +222,9 @@ impl Core {
         if let Some(entry) = self.adapters.get_mut(&id) {
             entry.failure = Some(Arc::clone(&error));
             entry.is_waiting = false;
+            if let Some(loading) = entry.loading.take() {
+                loading.end(Err(error));
+            }
         }
-        self.report(id, Err(error));
-    }
-
-    /// Takes note of how a load ended. One that has not been reported yet is replaced, so that there is at most one per adapter.
-    fn report(&mut self, id: AdapterId, outcome: Result<(), Arc<LoadError>>) {
-        let Some(entry) = self.adapters.get_mut(&id).filter(|entry| !entry.is_gone) else { return };
-        if entry.outcome.replace(outcome).is_none() {
-            self.outcomes.push_back(id);
-        }
-    }
-
-    /// How a load ended that has not been reported yet.
-    pub(crate) fn next_outcome(&mut self) -> Option<Outcome> {
-        let id = self.outcomes.pop_front()?;
-        let result = self.adapters.get_mut(&id)?.outcome.take()?;
-        Some(Outcome { id, result })
     }
 }

@@ -20,7 +20,7 @@ use std::{
 
 use self::{device::Device, host::HostPlace};
 pub(crate) use self::{device::Granted, host::Host, rules::Rule};
-use super::{AdapterId, Counters, PoolError, StreamId, backend::Backend};
+use super::{AdapterId, Counters, Load, PoolError, StreamId, backend::Backend, load::Loading};
 use crate::{error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
@@ -31,8 +31,6 @@ pub(crate) struct Core {
     adapters: HashMap<AdapterId, Entry>,
     /// Adapters on their way up, the most urgent ones first.
     queue: VecDeque<AdapterId>,
-    /// Adapters with an [outcome](Entry::outcome), in order.
-    outcomes: VecDeque<AdapterId>,
     /// Unregistered adapters that still have memory.
     gone: Vec<AdapterId>,
     reads: usize,
@@ -74,8 +72,8 @@ struct Entry {
     /// Whether it was not on the device when it was last asked for.
     is_missed: bool,
     failure: Option<Arc<LoadError>>,
-    /// How its last load ended, until this has been reported.
-    outcome: Option<Result<(), Arc<LoadError>>>,
+    /// Its load, while this is under way.
+    loading: Option<Loading>,
 }
 
 impl Core {
@@ -87,7 +85,6 @@ impl Core {
             host: Host::new(limits.host_bytes)?,
             adapters: HashMap::new(),
             queue: VecDeque::new(),
-            outcomes: VecDeque::new(),
             gone: Vec::new(),
             reads: 0,
             max_reads: limits.max_reads,
@@ -120,12 +117,9 @@ impl Core {
         self.set_pinned(id, false)?;
         let entry = self.registered(id)?;
         entry.is_gone = true;
-        let (was_waiting, outcome) = (std::mem::take(&mut entry.is_waiting), entry.outcome.take());
-        if was_waiting {
+        entry.loading = None;
+        if std::mem::take(&mut entry.is_waiting) {
             self.queue.retain(|&other| other != id);
-        }
-        if outcome.is_some() {
-            self.outcomes.retain(|&other| other != id);
         }
         self.gone.push(id);
         self.sweep(backend);
@@ -133,7 +127,7 @@ impl Core {
     }
 
     /// Starts the way up to the device, unless the last load failed.
-    pub(crate) fn prefetch(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
+    pub(crate) fn prefetch(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<Load, PoolError> {
         match &self.registered(id)?.failure {
             Some(error) => Err(PoolError::Failed { id, error: Arc::clone(error) }),
             None => self.retry(id, backend),
@@ -141,12 +135,19 @@ impl Core {
     }
 
     /// Starts the way up to the device. A failure of the last load is forgotten.
-    pub(crate) fn retry(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
+    pub(crate) fn retry(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<Load, PoolError> {
         self.registered(id)?.failure = None;
         self.touch(id);
         self.enqueue(id, VecDeque::push_back);
         self.advance(backend);
-        Ok(())
+        // One without a load under way is in host memory, or could not be copied from there.
+        let failure = self.registered(id)?.failure.clone();
+        Ok(self.loading(id).unwrap_or_else(|| Load::ended(id, failure.map_or(Ok(()), Err))))
+    }
+
+    /// The load of an adapter that is under way.
+    pub(crate) fn loading(&self, id: AdapterId) -> Option<Load> {
+        self.adapters.get(&id)?.loading.as_ref().map(|loading| loading.load(id))
     }
 
     /// Keeps an adapter on the device once it is there, or no longer. At least one slot, and room for the largest of the other
@@ -274,6 +275,10 @@ impl Core {
             self.host.remove(entry.last_use);
             self.host.blocks.free(block);
             backend.forget(id);
+            if entry.is_waiting {
+                // It is read again.
+                entry.loading.get_or_insert_default();
+            }
         }
     }
 }

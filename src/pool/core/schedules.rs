@@ -9,7 +9,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IteratorRandom};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::{
-    Core, Entry, Granted, Limits, Rule,
+    Core, Entry, Granted, HostPlace, Limits, Rule,
     test_device::{Obligation, TestDevice},
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
         ChannelError, OnRanks,
         pool::{Agreement, Exchange, Said},
     },
-    pool::{AdapterId, PoolError, StreamId, backend::Backend},
+    pool::{AdapterId, AdapterPool, Load, PoolError, StreamId, Version, backend::Backend},
 };
 
 /// Schedules of the property; of a broken rule, fewer show it.
@@ -47,7 +47,7 @@ struct Uses {
 }
 
 /// The devices of a pool.
-trait Worlds: Backend {
+trait Worlds: Backend<Source = (usize, bool)> {
     /// Of one world, or more.
     fn of(worlds: Vec<TestDevice>) -> Self;
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice>;
@@ -105,16 +105,19 @@ struct Broken {
 }
 
 /// A host with a pool and its devices.
-struct Schedule<W> {
+struct Schedule<W: Worlds> {
     rng: StdRng,
-    core: Core,
-    worlds: W,
+    pool: AdapterPool<W>,
     num_worlds: usize,
     num_streams: usize,
     /// What went wrong first.
     wrong: Option<String>,
     /// Registered adapters, and whether they are pinned.
     adapters: BTreeMap<AdapterId, bool>,
+    /// Versions, which are registered until they are dropped.
+    versions: BTreeMap<AdapterId, Version>,
+    /// Loads that have not ended.
+    loads: Vec<Load>,
     held: Vec<Held>,
     /// Leases that ended since the last commit of their stream: launches may follow.
     ended: Vec<Held>,
@@ -136,11 +139,6 @@ impl<W: Worlds> Schedule<W> {
             host_bytes: host * GRANULE_BYTES,
             max_reads: rng.random_range(1..3),
         };
-        let mut core = Core::new(limits).unwrap();
-        core.device.rules.broken = broken.rule;
-        for stream in 1..streams {
-            assert_eq!(core.add_stream(), StreamId(stream));
-        }
         let copies_parts = rng.random_ratio(3, 4);
         let num_worlds = rng.random_range(most_worlds.min(2)..=most_worlds);
         let worlds = (0..num_worlds).map(|_| {
@@ -148,15 +146,20 @@ impl<W: Worlds> Schedule<W> {
             world.broken = broken.obligation;
             world
         });
-        let worlds = W::of(worlds.collect());
+        let mut pool = AdapterPool::within(W::of(worlds.collect()), limits).unwrap();
+        pool.core.device.rules.broken = broken.rule;
+        for stream in 1..streams {
+            assert_eq!(pool.new_stream(), StreamId(stream));
+        }
         let mut schedule = Self {
             rng,
-            core,
-            worlds,
+            pool,
             num_worlds,
             num_streams: streams,
             wrong: None,
             adapters: BTreeMap::new(),
+            versions: BTreeMap::new(),
+            loads: Vec::new(),
             held: Vec::new(),
             ended: Vec::new(),
             uses: BTreeMap::new(),
@@ -178,10 +181,30 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn register(&mut self) {
-        let (id, bytes) = (AdapterId::unique(), self.rng.random_range(1..5 * GRANULE_BYTES));
-        if self.core.register(id, bytes, self.rng.random_ratio(3, 4)).is_ok() {
-            self.adapters.insert(id, false);
+        let source = (self.rng.random_range(1..5 * GRANULE_BYTES), self.rng.random_ratio(3, 4));
+        let id = if self.rng.random() {
+            self.pool.register(source)
+        } else {
+            self.pool.load(source).map(|version| {
+                let id = version.id();
+                self.loads.push(version.load().clone());
+                self.versions.insert(id, version);
+                id
+            })
+        };
+        self.adapters.extend(id.map(|id| (id, false)));
+    }
+
+    /// Drops an adapter's version, or unregisters it by its id.
+    fn unregister(&mut self, id: AdapterId) {
+        match self.versions.remove(&id) {
+            Some(version) => drop(version),
+            None => self.pool.unregister(id).unwrap(),
         }
+    }
+
+    fn retry(&mut self, id: AdapterId) {
+        self.loads.push(self.pool.core.retry(id, &mut self.pool.backend).unwrap());
     }
 
     fn any_adapter(&mut self) -> Option<AdapterId> {
@@ -190,7 +213,7 @@ impl<W: Worlds> Schedule<W> {
 
     fn any_world(&mut self) -> &mut TestDevice {
         let world = self.rng.random_range(0..self.num_worlds);
-        self.worlds.get(world)
+        self.pool.backend.get(world)
     }
 
     /// Whether a world may begin to hinder the pool. One is enough to hinder all.
@@ -216,7 +239,7 @@ impl<W: Worlds> Schedule<W> {
             78..86 => self.notice(),
             86..92 => {
                 if let Some(id) = self.any_adapter() {
-                    self.core.retry(id, &mut self.worlds).unwrap();
+                    self.retry(id);
                 }
             }
             92..94 => self.register(),
@@ -229,8 +252,8 @@ impl<W: Worlds> Schedule<W> {
             98 => {
                 if let Some(id) = self.any_adapter() {
                     self.adapters.remove(&id);
-                    self.core.unregister(id, &mut self.worlds).unwrap();
-                    let again = self.core.prepare(&[id], StreamId::FIRST, &mut self.worlds);
+                    self.unregister(id);
+                    let again = self.pool.prepare(&[id], StreamId::FIRST);
                     assert!(matches!(again, Err(PoolError::Unknown { id: other }) if other == id));
                 }
             }
@@ -251,15 +274,15 @@ impl<W: Worlds> Schedule<W> {
         let is_too_large = self.is_too_large(&ids);
         let is_in_host_alone =
             |core: &Core, id| core.residency_of(id).is_some_and(|at| at.in_host && at.slot.is_none());
-        let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.core, id)).collect();
-        let result = self.core.prepare(&ids, stream, &mut self.worlds);
+        let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.pool.core, id)).collect();
+        let result = self.pool.core.prepare(&ids, stream, &mut self.pool.backend);
         let was_too_large = matches!(result, Err(PoolError::TooLarge { .. }));
         if was_too_large != is_too_large && !matches!(result, Err(PoolError::Failed { .. })) {
             self.is_wrong(format!("{ids:?} never fit: {is_too_large}, but {result:?}"));
         }
         // One that cannot be copied need not stay.
         let is_lost = |&id: &AdapterId| {
-            let at = self.core.residency_of(id);
+            let at = self.pool.core.residency_of(id);
             at.is_none_or(|at| !at.in_host && at.slot.is_none() && at.failure.is_none())
         };
         if let Some(id) = in_host.into_iter().find(is_lost) {
@@ -267,7 +290,7 @@ impl<W: Worlds> Schedule<W> {
         }
         match result {
             Ok(granted) => self.lease(&ids, &granted, stream),
-            Err(PoolError::Failed { id, .. }) => self.core.retry(id, &mut self.worlds).unwrap(),
+            Err(PoolError::Failed { id, .. }) => self.retry(id),
             Err(PoolError::Full | PoolError::Loading { .. } | PoolError::TooLarge { .. }) => {}
             Err(error) => unreachable!("{error}"),
         }
@@ -276,17 +299,17 @@ impl<W: Worlds> Schedule<W> {
     /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is there.
     fn is_too_large(&self, ids: &[AdapterId]) -> bool {
         let mut together: BTreeSet<_> = ids.iter().copied().collect();
-        let is_there = together.iter().all(|id| self.core.adapters[id].slot.is_some());
-        let on_device = self.core.device.occupied().map(|place| place.id);
+        let is_there = together.iter().all(|id| self.pool.core.adapters[id].slot.is_some());
+        let on_device = self.pool.core.device.occupied().map(|place| place.id);
         together.extend(on_device.filter(|id| self.adapters.get(id) == Some(&true)));
-        let bytes = blocks::bytes_for(together.iter().map(|id| self.core.adapters[id].bytes), 0);
+        let bytes = blocks::bytes_for(together.iter().map(|id| self.pool.core.adapters[id].bytes), 0);
         !is_there && (together.len() > self.limits.num_slots || bytes > self.limits.arena_bytes)
     }
 
     /// Takes note of the leases of a batch.
     fn lease(&mut self, ids: &[AdapterId], granted: &[Granted], stream: StreamId) {
         assert_eq!(granted.len(), ids.len());
-        let is_pointed = self.worlds.point(granted, stream).is_ok();
+        let is_pointed = self.pool.backend.point(granted, stream).is_ok();
         for (&id, &granted) in ids.iter().zip(granted) {
             let slot = granted.slot;
             let uses = self.uses.entry(id).or_default();
@@ -300,10 +323,10 @@ impl<W: Worlds> Schedule<W> {
             uses.streams.insert(stream);
             self.granted += 1;
             if is_pointed {
-                self.core.open(slot, stream);
+                self.pool.core.open(slot, stream);
                 self.held.push(Held { id, slot, stream });
             } else {
-                self.core.release(slot, stream);
+                self.pool.core.release(slot, stream);
                 if !is_leased {
                     uses.waits_for = uses.streams.clone();
                 }
@@ -315,14 +338,14 @@ impl<W: Worlds> Schedule<W> {
     fn launch(&mut self) {
         let leases = self.held.iter().chain(&self.ended);
         if let Some(&Held { id, slot, stream }) = leases.choose(&mut self.rng) {
-            self.worlds.each().for_each(|world| world.launch(stream, slot, id));
+            self.pool.backend.each().for_each(|world| world.launch(stream, slot, id));
         }
     }
 
     /// Launches a kernel on any slot, with which no safe step could be made.
     fn launch_without_lease(&mut self) {
         let (stream, slot) = (self.any_stream(), self.rng.random_range(0..self.limits.num_slots));
-        if !self.core.is_open(slot, stream) {
+        if !self.pool.core.is_open(slot, stream) {
             self.any_world().launch_without_lease(stream, slot);
         }
     }
@@ -330,7 +353,7 @@ impl<W: Worlds> Schedule<W> {
     fn end_lease(&mut self) {
         if let Some(index) = (0..self.held.len()).choose(&mut self.rng) {
             let held = self.held.swap_remove(index);
-            self.core.release(held.slot, held.stream);
+            self.pool.core.release(held.slot, held.stream);
             if let Some(uses) =
                 self.uses.get_mut(&held.id).filter(|_| self.held.iter().all(|other| other.id != held.id))
             {
@@ -341,7 +364,7 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn commit(&mut self, stream: StreamId) {
-        self.core.commit(stream, &mut self.worlds).unwrap();
+        self.pool.core.commit(stream, &mut self.pool.backend).unwrap();
         self.ended.retain(|held| held.stream != stream);
         self.uses.values_mut().for_each(|uses| uses.waits_for.retain(|&other| other != stream));
     }
@@ -349,11 +372,11 @@ impl<W: Worlds> Schedule<W> {
     /// Continues a read of each world: packs some of it, ends it, or ends it and tells the pool.
     fn read(&mut self) {
         for world in 0..self.num_worlds {
-            let Some(read) = (0..self.worlds.get(world).num_reads()).choose(&mut self.rng) else { continue };
+            let Some(read) = (0..self.pool.backend.get(world).num_reads()).choose(&mut self.rng) else { continue };
             let is_good = self.rng.random_ratio(7, 8);
             match self.rng.random_range(0..3) {
-                0 => drop(self.worlds.get(world).pack(read)),
-                1 => self.worlds.get(world).end_read(read, is_good),
+                0 => drop(self.pool.backend.get(world).pack(read)),
+                1 => self.pool.backend.get(world).end_read(read, is_good),
                 _ => self.tell_read(world, read, is_good),
             }
         }
@@ -361,25 +384,25 @@ impl<W: Worlds> Schedule<W> {
 
     /// Ends a read, unless it has ended, and tells the pool.
     fn tell_read(&mut self, world: usize, read: usize, is_good: bool) {
-        self.worlds.get(world).tell_read(read, is_good);
-        self.worlds.notice(None);
+        self.pool.backend.get(world).tell_read(read, is_good);
+        self.pool.backend.notice(None);
         self.notice_reads();
     }
 
     fn notice_reads(&mut self) {
-        while let Some(read) = self.worlds.next_read() {
-            self.core.has_read(read, &mut self.worlds);
+        while let Some(read) = self.pool.backend.next_read() {
+            self.pool.core.has_read(read, &mut self.pool.backend);
         }
     }
 
     /// Polls after the end of some copies was noticed.
     fn notice(&mut self) {
-        self.worlds.notice(None);
-        while let Some(number) = self.worlds.next_copied() {
-            self.core.has_copied(number);
+        self.pool.backend.notice(None);
+        while let Some(number) = self.pool.backend.next_copied() {
+            self.pool.core.has_copied(number);
         }
         self.notice_reads();
-        self.core.poll(&mut self.worlds);
+        self.pool.core.poll(&mut self.pool.backend);
     }
 
     /// Runs some of the work that may run.
@@ -391,11 +414,12 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn check(&mut self) -> Result<(), String> {
-        let in_world = self.worlds.each().find_map(|world| world.wrong.clone());
+        let in_world = self.pool.backend.each().find_map(|world| world.wrong.clone());
         if let Some(wrong) = self.wrong.clone().or(in_world) {
             return Err(wrong);
         }
-        let is_lost = |held: &&Held| self.core.adapters.get(&held.id).is_none_or(|entry| entry.slot != Some(held.slot));
+        let is_lost =
+            |held: &&Held| self.pool.core.adapters.get(&held.id).is_none_or(|entry| entry.slot != Some(held.slot));
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
@@ -403,20 +427,21 @@ impl<W: Worlds> Schedule<W> {
         for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
                 |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot));
-            let is_open = |slot| self.core.is_open(slot, stream);
+            let is_open = |slot| self.pool.core.is_open(slot, stream);
             if let Some(slot) = (0..self.limits.num_slots).find(|&slot| is_open(slot) != may_use(slot)) {
                 return Err(format!("{stream:?} may use slot {slot}: {}", is_open(slot)));
             }
         }
-        if self.core.device.rules.broken.is_none() {
+        if self.pool.core.device.rules.broken.is_none() {
             self.check_room()?;
         }
-        let snapshot = self.core.snapshot();
+        self.check_loads()?;
+        let snapshot = self.pool.core.snapshot();
         let pins = self.adapters.values().filter(|is_pinned| **is_pinned).count();
         let is_right = snapshot.adapters == self.adapters.len()
             && snapshot.leases == self.held.len()
             && snapshot.reading <= self.limits.max_reads
-            && snapshot.reading == self.worlds.num_reads()
+            && snapshot.reading == self.pool.backend.num_reads()
             && snapshot.counters.hits + snapshot.counters.misses == self.granted
             && snapshot.pinned == pins
             && pins < self.limits.num_slots;
@@ -428,7 +453,7 @@ impl<W: Worlds> Schedule<W> {
 
     /// What nothing uses can be evicted, and what waits is known to.
     fn check_room(&self) -> Result<(), String> {
-        let Core { device, host, adapters, queue, outcomes, gone, .. } = &self.core;
+        let Core { device, host, adapters, queue, gone, .. } = &self.pool.core;
         for (id, entry) in adapters {
             let Some(slot) = entry.slot else { continue };
             let waits = self.uses.get(id).is_some_and(|uses| !uses.waits_for.is_empty());
@@ -437,16 +462,38 @@ impl<W: Worlds> Schedule<W> {
                 return Err(format!("{id} may be evicted: {}, but {:?}", !is_used, self.uses.get(id)));
             }
         }
+        let is_loading = |entry: &Entry| {
+            let is_on_its_way = entry.is_waiting || matches!(entry.host, HostPlace::Reading { .. });
+            is_on_its_way && !entry.host.is_ready() && !entry.is_gone
+        };
         // Each list, and how many adapters believe that they are in it.
         let count = |is_in: fn(&Entry) -> bool| adapters.values().filter(|entry| is_in(entry)).count();
         let lists = [
             ("waiting", queue.len(), count(|entry| entry.is_waiting)),
-            ("reported", outcomes.len(), count(|entry| entry.outcome.is_some())),
+            ("loading", count(|entry| entry.loading.is_some()), count(is_loading)),
             ("gone", gone.len(), count(|entry| entry.is_gone)),
             ("in host memory", host.len(), count(|entry| entry.host.is_ready())),
         ];
         let wrong = lists.into_iter().find(|(_, listed, believe)| listed != believe);
         wrong.map_or(Ok(()), |(what, listed, believe)| Err(format!("{listed} adapters are {what}, of {believe}")))
+    }
+
+    /// A load that has not ended is the adapter's. One of an unregistered adapter has.
+    fn check_loads(&mut self) -> Result<(), String> {
+        let mut wrong = None;
+        self.loads.retain(|load| {
+            let (id, is_registered) = (load.id(), self.adapters.contains_key(&load.id()));
+            let is_right = match load.has_ended() {
+                Ok(false) => is_registered && self.pool.loading(id).is_some(),
+                Err(PoolError::Unknown { .. }) => !is_registered,
+                _ => return false,
+            };
+            if !is_right {
+                wrong = Some(format!("{id} is registered: {is_registered}, but {load:?}"));
+            }
+            matches!(load.has_ended(), Ok(false))
+        });
+        wrong.map_or(Ok(()), Err)
     }
 
     fn is_wrong(&mut self, what: String) {
@@ -457,12 +504,12 @@ impl<W: Worlds> Schedule<W> {
         let Some(id) = self.any_adapter() else { return };
         let is_pinned = !self.adapters[&id];
         let others = self.adapters.iter().filter(|(other, _)| **other != id);
-        let bytes = |id: &AdapterId| self.core.adapters[id].bytes;
+        let bytes = |id: &AdapterId| self.pool.core.adapters[id].bytes;
         let (pinned, free): (Vec<_>, Vec<_>) = others.partition(|(_, is_pinned)| **is_pinned);
         let largest = free.into_iter().map(|(id, _)| bytes(id)).max().unwrap_or(0);
         let needed = pinned.iter().map(|(id, _)| bytes(id)).sum::<usize>() + bytes(&id) + largest;
         let fits = pinned.len() + 1 < self.limits.num_slots && needed <= self.limits.arena_bytes;
-        match self.core.set_pinned(id, is_pinned) {
+        match self.pool.core.set_pinned(id, is_pinned) {
             Ok(()) if !is_pinned || fits => drop(self.adapters.insert(id, is_pinned)),
             Err(PoolError::Pinned { .. }) if is_pinned && !fits => {}
             result => self.is_wrong(format!("pinning {id} to {is_pinned}: {result:?}, with room: {fits}")),
@@ -471,7 +518,7 @@ impl<W: Worlds> Schedule<W> {
 
     /// Ends all leases, reads and copies. Then any batch that fits can be leased, and every byte and slot comes back.
     fn finish(mut self) -> Result<(), String> {
-        for world in self.worlds.each() {
+        for world in self.pool.backend.each() {
             (world.refuses_copies, world.refuses_points, world.is_capturing) = (false, false, false);
         }
         while !self.held.is_empty() {
@@ -481,12 +528,12 @@ impl<W: Worlds> Schedule<W> {
         let size = self.rng.random_range(1..4);
         let batch: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
         for &id in &batch {
-            self.core.retry(id, &mut self.worlds).unwrap();
+            self.retry(id);
         }
         self.settle()?;
         let mut refusal = None;
         for _ in 0..16 {
-            refusal = match self.core.prepare(&batch, StreamId::FIRST, &mut self.worlds) {
+            refusal = match self.pool.core.prepare(&batch, StreamId::FIRST, &mut self.pool.backend) {
                 Ok(granted) => {
                     self.lease(&batch, &granted, StreamId::FIRST);
                     while !self.held.is_empty() {
@@ -503,12 +550,13 @@ impl<W: Worlds> Schedule<W> {
             return Err(refusal);
         }
         while let Some((id, _)) = self.adapters.pop_first() {
-            self.core.unregister(id, &mut self.worlds).unwrap();
+            self.unregister(id);
         }
+        self.pool.poll();
         self.settle()?;
-        let snapshot = self.core.snapshot();
+        let snapshot = self.pool.core.snapshot();
         let used = (snapshot.device_memory.used, snapshot.host_memory.used, snapshot.resident, snapshot.host);
-        if used != (0, 0, 0, 0) || !self.core.adapters.is_empty() || !self.core.gone.is_empty() {
+        if used != (0, 0, 0, 0) || !self.pool.core.adapters.is_empty() || !self.pool.core.gone.is_empty() {
             return Err(format!("memory was lost: {snapshot:?}"));
         }
         Ok(())
@@ -526,11 +574,11 @@ impl<W: Worlds> Schedule<W> {
             rounds += 1;
             for world in 0..self.num_worlds {
                 for stream in 0..=self.num_streams {
-                    while self.worlds.get(world).run(stream) {
+                    while self.pool.backend.get(world).run(stream) {
                         rounds = 0;
                     }
                 }
-                if self.worlds.get(world).num_reads() > 0 {
+                if self.pool.backend.get(world).num_reads() > 0 {
                     self.tell_read(world, 0, true);
                     rounds = 0;
                 }
@@ -546,7 +594,7 @@ fn first_wrong(is_group: bool, schedules: u64, broken: Broken) -> Option<(u64, u
         false => Schedule::<TestDevice>::new(seed, 1, broken).run(actions),
         true => {
             let mut schedule = Schedule::<OnRanks<Here, TestDevice>>::new(seed, 3, broken);
-            schedule.worlds.agreements.broken = broken.agreement;
+            schedule.pool.backend.agreements.broken = broken.agreement;
             schedule.run(actions)
         }
     };

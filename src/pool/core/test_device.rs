@@ -302,15 +302,16 @@ impl TestDevice {
 
 /// Tests register adapters with the [core](super::Core).
 impl Backend for TestDevice {
-    type Source = ();
+    /// The size of its block in bytes, and whether it is exact.
+    type Source = (usize, bool);
     type Weights = ();
     type Batch<'a> = ();
     type Workspace = ();
     type Step<'a> = ();
     type Error = OperandError;
 
-    fn add(&mut self, _id: AdapterId, (): ()) -> Result<(usize, bool), PoolError> {
-        unreachable!("tests register sizes")
+    fn add(&mut self, _id: AdapterId, size: (usize, bool)) -> Result<(usize, bool), PoolError> {
+        Ok(size)
     }
 
     fn remove(&mut self, _id: AdapterId) {}

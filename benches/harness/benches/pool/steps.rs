@@ -33,7 +33,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
         let config = PoolConfig::arena_bytes(room(&model, &source, resident));
         let mut pool = AdapterPool::new(&gpu.queue()?, &model, DType::BF16, capacity, config)?;
         let ids = (0..resident).map(|_| Ok(pool.register(source.clone())?)).collect::<Result<Vec<_>>>()?;
-        ids.iter().try_for_each(|&id| pool.prefetch(id))?;
+        ids.iter().try_for_each(|&id| pool.prefetch(id).map(drop))?;
         // The first lease of an adapter on a stream is followed by a copy of its descriptors.
         for &id in &ids {
             drop(lease(&mut pool, &[id])?);

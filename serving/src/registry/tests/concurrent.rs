@@ -12,8 +12,7 @@ use shuttle::{
 };
 
 use super::{
-    super::{OnDuplicate, Registry, RegistryError, Served},
-    load,
+    OnDuplicate, Registry, RegistryError, Served, load,
     model::{BASE, Call, Model, Outcome, run},
 };
 use aril::pool::AdapterId;
@@ -117,7 +116,7 @@ fn calls_of_several_threads_take_effect_in_one_order() {
 fn a_history_without_an_order_is_found() {
     let id = AdapterId::unique();
     let event = |call, outcome, begin| Event { call, outcome, begin, end: begin + 1 };
-    let unloaded = Ok(super::Unloaded { id: Some(id), aliases: vec![] });
+    let unloaded = Ok(super::Unloaded { version: Some(id), aliases: vec![] });
     let mut events = vec![
         event(Call::Reserve { caller: 0, name: "a", on_duplicate: Refuse }, Outcome::Done(Ok(())), 0),
         event(Call::Commit { caller: 0, id }, Outcome::Committed(Ok(None)), 2),
@@ -168,7 +167,7 @@ fn one_of_two_loads_wins() {
                 registry
                     .reserve("a", Refuse)
                     .and_then(|reservation| reservation.commit(id))
-                    .map(|replaced| (id, replaced.id))
+                    .map(|replaced| (id, replaced.version))
             };
             let other = thread::spawn({
                 let registry = registry.clone();

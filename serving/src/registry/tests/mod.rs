@@ -6,8 +6,13 @@ mod model;
 
 use std::path::{Component, Path};
 
-use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, Registry, RegistryError, Replaced, Served, Unloaded};
+use super::{Listed, MAX_NAME_BYTES, NameError, OnDuplicate, RegistryError, Served};
 use aril::pool::{AdapterId, CacheNamespace};
+
+type Registry = super::Registry<AdapterId>;
+type Replaced = super::Replaced<AdapterId>;
+type Reservation = super::Reservation<AdapterId>;
+type Unloaded = super::Unloaded<AdapterId>;
 
 use OnDuplicate::{Refuse, Replace};
 
@@ -19,7 +24,7 @@ fn alone(test: impl Fn() + Send + Sync + 'static) {
 fn load(registry: &Registry, name: &str) -> AdapterId {
     let id = AdapterId::unique();
     let reservation = registry.reserve(name, Replace).expect("nobody else loads it");
-    let Replaced { id: _old } = reservation.commit(id).expect("nothing else has the name");
+    let Replaced { version: _old } = reservation.commit(id).expect("nothing else has the name");
     id
 }
 
@@ -56,13 +61,13 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until the commit");
         assert_eq!(
             reservation.commit(second),
-            Ok(Replaced { id: Some(first) }),
+            Ok(Replaced { version: Some(first) }),
             "the caller unregisters the old version"
         );
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(second)));
         assert_eq!((registry.name_of(first), registry.name_of(second).as_deref()), (None, Some("org/pirate")));
 
-        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { id: Some(second), aliases: vec![] }));
+        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { version: Some(second), aliases: vec![] }));
         assert_eq!(registry.resolve("org/pirate"), Err(of("org/pirate")), "never the base model");
         assert_eq!(registry.name_of(second), None);
         assert_eq!(registry.unload("org/pirate"), Err(of("org/pirate")));
@@ -119,7 +124,7 @@ fn a_name_is_loaded_by_one_caller_at_a_time() {
         }
         assert_eq!(registry.alias("a", "a", Replace), Err(loading("a")));
         assert_eq!(registry.alias("b", "a", Replace), Err(loading("a")));
-        assert_eq!(first.commit(id), Ok(Replaced { id: None }));
+        assert_eq!(first.commit(id), Ok(Replaced { version: None }));
         let replacement = registry.reserve("a", Replace).unwrap();
         assert_eq!(registry.reserve("a", Replace).err(), Some(loading("a")));
         assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
@@ -133,19 +138,19 @@ fn unloading_cancels_a_load() {
         let registry = Registry::new(["base"]);
         let unloaded = |name: &str| Err(RegistryError::Unloaded { name: name.into() });
         let cancelled = registry.reserve("a", Refuse).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { id: None, aliases: vec![] }));
+        assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
         assert_eq!(registry.resolve("a"), Err(of("a")));
         // A later load of the name is another load.
         let later = registry.reserve("a", Refuse).unwrap();
         assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
         let id = AdapterId::unique();
-        assert_eq!(later.commit(id), Ok(Replaced { id: None }));
+        assert_eq!(later.commit(id), Ok(Replaced { version: None }));
 
         let cancelled = registry.reserve("a", Replace).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { id: Some(id), aliases: vec![] }));
+        assert_eq!(registry.unload("a"), Ok(Unloaded { version: Some(id), aliases: vec![] }));
         assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
         let cancelled = registry.reserve("a", Replace).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { id: None, aliases: vec![] }));
+        assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
         let later = registry.reserve("a", Refuse).unwrap();
         drop(cancelled);
         assert_eq!(registry.resolve("a"), Err(loading("a")), "a cancelled reservation gives back nothing");
@@ -196,7 +201,7 @@ fn aliases_follow_their_adapter() {
         assert_eq!(registry.list(), [listed("a", a, &[]), listed("b", newer, &["beta", "prod"])]);
         registry.remove_alias("beta").unwrap();
         assert_eq!(registry.resolve("beta"), Err(of("beta")));
-        assert_eq!(registry.unload("b"), Ok(Unloaded { id: Some(newer), aliases: vec!["prod".into()] }));
+        assert_eq!(registry.unload("b"), Ok(Unloaded { version: Some(newer), aliases: vec!["prod".into()] }));
         assert_eq!(registry.resolve("prod"), Err(of("prod")), "no alias leads nowhere");
         assert_eq!(registry.list(), [listed("a", a, &[])]);
     });

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Mutex};
 
 use proptest::{collection::vec, prelude::*, sample::select};
 
-use super::super::{Listed, OnDuplicate, Registry, RegistryError, Reservation, Served, Unloaded};
+use super::{Listed, OnDuplicate, Registry, RegistryError, Reservation, Served, Unloaded};
 use aril::pool::AdapterId;
 
 /// A call. Each caller has at most one reservation.
@@ -126,7 +126,7 @@ impl Model {
         if !self.is_adapter(name) {
             return Err(super::of(name));
         }
-        let unloaded = Unloaded { id: self.id(name), aliases: self.aliases(name) };
+        let unloaded = Unloaded { version: self.id(name), aliases: self.aliases(name) };
         self.served.retain(|&(of, _)| of != name);
         self.loading.retain(|&(of, _)| of != name);
         self.aliases.retain(|&(_, target)| target != name);
@@ -198,7 +198,7 @@ pub(super) fn run(registry: &Registry, held: &mut Option<Reservation>, call: &Ca
             Outcome::Done(registry.reserve(name, on_duplicate).map(|reservation| *held = Some(reservation)))
         }
         Call::Commit { id, .. } => {
-            Outcome::Committed(held.take().map_or(Ok(None), |reservation| Ok(reservation.commit(id)?.id)))
+            Outcome::Committed(held.take().map_or(Ok(None), |reservation| Ok(reservation.commit(id)?.version)))
         }
         Call::Release { .. } => {
             *held = None;
