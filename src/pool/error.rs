@@ -23,15 +23,15 @@ pub enum PoolError {
         /// Why it could not be loaded.
         error: Arc<LoadError>,
     },
-    /// There is no room until leases end or are committed: every other adapter on the device is in use or pinned. Retry after a
-    /// commit.
+    /// There is no room until leases end or are committed: other adapters on the device are in use or pinned. Retry after a commit.
     #[error("the device has no room until other adapters are released")]
     Full,
     /// The ranks of a group have not done what was asked for: some refuse the adapter, or they are not connected any more, or do different
     /// things ([`LoadError::Group`]).
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The adapter is on its way. Retry later. Its load has been started if it was not under way.
+    /// The adapter is on its way, or waits for reads and copies of others to end. Retry later. Its load has been started if it was not under
+    /// way.
     #[error("{id} is being loaded")]
     Loading {
         /// The first adapter of the batch that is not ready.

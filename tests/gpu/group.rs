@@ -125,7 +125,6 @@ fn acquire(pool: &mut Pool, id: AdapterId) -> Result<Lease, PoolError> {
     loop {
         match pool.acquire(id, STREAM) {
             Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
-            Err(PoolError::Full) if pool.snapshot().copying > 0 => thread::yield_now(),
             result => return result,
         }
         assert!(Instant::now() < end, "nothing loads");

@@ -259,11 +259,8 @@ impl Device for Machine {
     fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError> {
         let (start, stream) = (Instant::now(), self.streams[stream]);
         of!(&mut self.pool, pool => loop {
-            let result = pool.acquire(id, stream);
-            let is_copying = pool.snapshot().copying > 0;
-            match result {
+            match pool.acquire(id, stream) {
                 Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
-                Err(PoolError::Full) if is_copying => thread::yield_now(),
                 result => break result,
             }
             assert!(start.elapsed() < Duration::from_secs(30), "nothing loads");

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{Core, Granted};
+use super::{Core, Entry, Granted};
 use crate::{
     blocks,
     pool::{AdapterId, PoolError, StreamId, backend::Backend},
@@ -89,11 +89,11 @@ impl Core {
         if missing.is_empty() {
             return Ok(());
         }
-        if !self.could_bring(missing) {
+        if !self.could_bring(missing, false) {
             // Other adapters that are being read have room that they do not need yet.
             let others: Vec<_> = self.queue.iter().copied().filter(|id| !missing.contains(id)).collect();
             others.into_iter().for_each(|id| self.revoke(id, backend));
-            if !self.could_bring(missing) {
+            if !self.could_bring(missing, true) {
                 self.counters.full += 1;
                 return Err(PoolError::Full);
             }
@@ -116,16 +116,20 @@ impl Core {
         refusal.map_or(Ok(()), Err)
     }
 
-    /// Whether there are slots and bytes for the missing adapters of the current batch that have none yet.
-    fn could_bring(&self, missing: &[AdapterId]) -> bool {
+    /// Whether there are slots and bytes, now or once all copies have ended, for the missing adapters of the current batch that have none
+    /// yet.
+    fn could_bring(&self, missing: &[AdapterId], once_copied: bool) -> bool {
         let missing = missing.iter().map(|id| &self.adapters[id]).filter(|entry| !entry.host.is_copied_meanwhile());
         let (needed, bytes) = missing.fold((0, 0), |(slots, bytes), entry| (slots + 1, bytes + entry.bytes));
-        let (slots, room) = self.device.reclaimable(|id| self.rank(id));
+        let may_evict = |entry: &Entry| !entry.is_pinned && entry.batch != self.batch;
+        let (slots, room) = self.device.reclaimable(once_copied, |id| self.adapters.get(&id).is_some_and(may_evict));
         needed <= slots && bytes <= room
     }
 
     /// Why a batch cannot be leased now.
     fn refusal(&self, ids: &[AdapterId]) -> Option<PoolError> {
+        // What is under way may give room when it ends.
+        let is_waiting = self.reads > 0 || self.device.has_unused_copy();
         let mut refusal = None;
         for &id in ids {
             let entry = &self.adapters[&id];
@@ -133,7 +137,8 @@ impl Core {
                 return Some(PoolError::Failed { id, error: Arc::clone(error) });
             }
             if entry.slot.is_none() && !matches!(refusal, Some(PoolError::Loading { .. })) {
-                refusal = Some(if entry.host.is_ready() { PoolError::Full } else { PoolError::Loading { id } });
+                let is_full = entry.host.is_ready() && !is_waiting;
+                refusal = Some(if is_full { PoolError::Full } else { PoolError::Loading { id } });
             }
         }
         refusal

@@ -163,10 +163,14 @@ impl Device {
 
     /// Whether an adapter is in the slot, and may be evicted.
     pub(super) fn is_idle(&self, slot: usize) -> bool {
+        (!self.is_copying(slot) || !self.rules.holds(Rule::Copying)) && self.is_unused(slot)
+    }
+
+    /// Whether an adapter is in the slot, and may be evicted once its copy has ended.
+    fn is_unused(&self, slot: usize) -> bool {
         let Place { content: Some(content), uses } = &self.slots[slot] else { return false };
-        let is_copied = !content.is_copying || !self.rules.holds(Rule::Copying);
         let is_released = content.leases == 0 || !self.rules.holds(Rule::Leases);
-        is_copied && is_released && uses.iter().zip(&self.commits).all(|(usage, &commits)| commits >= usage.commit)
+        is_released && uses.iter().zip(&self.commits).all(|(usage, &commits)| commits >= usage.commit)
     }
 
     /// Whether nothing on the device is in use.
@@ -174,23 +178,26 @@ impl Device {
         (0..self.slots.len()).all(|slot| self.slots[slot].content.is_none() || self.is_idle(slot))
     }
 
-    /// The idle adapters for which `rank` returns a number.
-    fn victims(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> impl Iterator<Item = (u64, &Content)> {
-        let idle = (0..self.slots.len()).filter(|&slot| self.is_idle(slot));
-        let contents = idle.filter_map(|slot| self.slots[slot].content.as_ref());
-        contents.filter_map(move |content| Some((rank(content.id)?, content)))
+    /// Whether a copy is under way of an adapter that may be evicted once it has ended.
+    pub(super) fn has_unused_copy(&self) -> bool {
+        (0..self.slots.len()).any(|slot| self.is_copying(slot) && self.is_unused(slot))
     }
 
     /// The idle adapter of the lowest rank.
     pub(super) fn victim(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> Option<AdapterId> {
-        self.victims(rank).min_by_key(|(rank, _)| *rank).map(|(_, content)| content.id)
+        let idle = (0..self.slots.len()).filter(|&slot| self.is_idle(slot));
+        let ids = idle.filter_map(|slot| Some(self.slots[slot].content.as_ref()?.id));
+        ids.filter_map(|id| Some((rank(id)?, id))).min_by_key(|(rank, _)| *rank).map(|(_, id)| id)
     }
 
-    /// Slots and bytes that are free or could be evicted.
-    pub(super) fn reclaimable(&self, rank: impl Fn(AdapterId) -> Option<u64>) -> (usize, usize) {
+    /// Slots and bytes that are free, or would be without the adapters that `may_evict` accepts and that are idle: now, or once all copies
+    /// have ended.
+    pub(super) fn reclaimable(&self, once_copied: bool, may_evict: impl Fn(AdapterId) -> bool) -> (usize, usize) {
         let free = self.slots.iter().filter(|place| place.content.is_none()).count();
-        let sum = |(slots, bytes), (_, content): (u64, &Content)| (slots + 1, bytes + content.block.bytes());
-        self.victims(rank).fold((free, self.blocks.usage().free()), sum)
+        let idle = |&slot: &usize| if once_copied { self.is_unused(slot) } else { self.is_idle(slot) };
+        let contents = (0..self.slots.len()).filter(idle).filter_map(|slot| self.slots[slot].content.as_ref());
+        let sum = |(slots, bytes), content: &Content| (slots + 1, bytes + content.block.bytes());
+        contents.filter(|content| may_evict(content.id)).fold((free, self.blocks.usage().free()), sum)
     }
 
     /// Whether a slot and a block of this size would be free without the idle adapters that `may_evict` accepts.

@@ -121,7 +121,7 @@ fn a_copy_that_is_complete_is_not_revoked() {
     core.prefetch(read, &mut world).unwrap();
     world.end_read(0, true);
     let refused = core.prepare(&[other], StreamId::FIRST, &mut world);
-    assert!(matches!(refused, Err(PoolError::Full)), "{refused:?}");
+    assert!(matches!(refused, Err(PoolError::Loading { id }) if id == other), "{refused:?}");
     end_read(&mut core, &mut world, true);
     run(&mut core, &mut world);
     launch(&mut core, &mut world, read);

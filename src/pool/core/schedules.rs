@@ -291,9 +291,18 @@ impl<W: Worlds> Schedule<W> {
         match result {
             Ok(granted) => self.lease(&ids, &granted, stream),
             Err(PoolError::Failed { id, .. }) => self.retry(id),
+            Err(PoolError::Full) if self.is_free() => self.is_wrong(format!("{ids:?} wait, but nothing is in use")),
             Err(PoolError::Full | PoolError::Loading { .. } | PoolError::TooLarge { .. }) => {}
             Err(error) => unreachable!("{error}"),
         }
+    }
+
+    /// Whether nothing has to be released for a batch that fits.
+    fn is_free(&mut self) -> bool {
+        self.held.is_empty()
+            && self.uses.values().all(|uses| uses.waits_for.is_empty())
+            && !self.adapters.values().any(|is_pinned| *is_pinned)
+            && !self.pool.backend.each().any(|world| world.is_capturing)
     }
 
     /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is there.
