@@ -145,7 +145,7 @@ impl Server {
         opener: Opener,
         on_duplicate: OnDuplicate,
     ) -> ApiResult<Vec<String>> {
-        let reservation = self.registry.reserve(name, on_duplicate).map_err(|error| match error {
+        let pending = self.registry.begin_load(name, on_duplicate).map_err(|error| match error {
             RegistryError::Loaded { .. } => ApiError::invalid_input(format!(
                 "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
                  'load_inplace' to True."
@@ -168,7 +168,7 @@ impl Server {
         let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
         let id = version.id();
         self.paths().insert(id, dir.clone());
-        let replaced = reservation.commit(version).map_err(|error| {
+        let replaced = pending.serve(version).map_err(|error| {
             self.paths().remove(&id);
             ApiError::invalid_input(error.to_string())
         })?;

@@ -74,7 +74,7 @@ pub enum RegistryError {
     /// The name was unloaded while its adapter was being loaded.
     #[error("\"{}\" was unloaded while its adapter was being loaded", Escaped(name))]
     Unloaded {
-        /// The name that was reserved.
+        /// The name given.
         name: Arc<str>,
     },
     /// The version is served under a name already. Another name for it is an alias.

@@ -5,7 +5,7 @@
 //!
 //! | vLLM | here |
 //! |---|---|
-//! | `load_lora_adapter` | [`Registry::load`]; [`Registry::reserve`] for an engine that loads in a way of its own |
+//! | `load_lora_adapter` | [`Registry::load`]; [`Registry::begin_load`] for an engine that loads in a way of its own |
 //! | `load_lora_adapter` with `load_inplace` | the same with [`OnDuplicate::Replace`] |
 //! | `unload_lora_adapter` | [`Registry::unload`] |
 //! | `/v1/models` | [`Registry::base_names`] and [`Registry::list`] |
@@ -14,12 +14,12 @@
 //! # Concurrency
 //!
 //! Every call is atomic, and calls of any threads take effect in one order (linearizable). None waits for a load: a load runs between
-//! `reserve` and `commit`, when the registry is not locked.
+//! `begin_load` and `serve`, when the registry is not locked.
 //!
 //! - A name is loaded by one caller at a time. Another one gets [`RegistryError::Loading`] at once.
-//! - A replaced name resolves to the old version until `commit`, and to the new one after it. A load that fails drops its
-//!   [`Reservation`], and the old version stays.
-//! - `unload` removes a name at once, also while it is being loaded: that load's `commit` fails with [`RegistryError::Unloaded`].
+//! - A replaced name resolves to the old version until `serve`, and to the new one after it. A load that fails drops its
+//!   [`PendingLoad`], and the old version stays.
+//! - `unload` removes a name at once, also while it is being loaded: that load's `serve` fails with [`RegistryError::Unloaded`].
 //! - A request that resolved a name before it was replaced or unloaded keeps its [`AdapterId`]. The pool serves that version or rejects
 //!   it; the id never becomes another version's.
 //!
@@ -157,7 +157,7 @@ impl Served {
     }
 }
 
-/// What [`Registry::reserve`] and [`Registry::alias`] do with a name that is in use.
+/// What [`Registry::begin_load`] and [`Registry::alias`] do with a name that is in use.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[doc(alias = "load_inplace")]
 pub enum OnDuplicate {
@@ -190,7 +190,7 @@ pub struct Unloaded<V> {
     pub aliases: Vec<Arc<str>>,
 }
 
-/// What [`Reservation::commit`] replaced.
+/// What [`PendingLoad::serve`] replaced.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 #[must_use = "an id has to be unregistered"]
@@ -207,7 +207,7 @@ impl Registry<pool::Version> {
     /// If the name is [unloaded](Self::unload) meanwhile, the new version leaves the pool, too.
     ///
     /// # Errors
-    /// Those of [`reserve`](Self::reserve) and of [`AdapterPool::load`]; nothing is loaded. How the load ends is said by
+    /// Those of [`begin_load`](Self::begin_load) and of [`AdapterPool::load`]; nothing is loaded. How the load ends is said by
     /// [`Load::has_ended`].
     #[doc(alias = "load_lora_adapter")]
     pub fn load<B: Backend>(
@@ -217,10 +217,10 @@ impl Registry<pool::Version> {
         on_duplicate: OnDuplicate,
         source: B::Source,
     ) -> Result<Load, LoadError> {
-        let reservation = self.reserve(name, on_duplicate)?;
+        let pending = self.begin_load(name, on_duplicate)?;
         let serve = |loaded: Result<_, _>| {
             // A failure is that of the load. Without the name, nobody can ask for the version.
-            drop(loaded.map(|version| reservation.commit(version)));
+            drop(loaded.map(|version| pending.serve(version)));
         };
         Ok(pool.load_then(source, serve)?)
     }
@@ -233,19 +233,19 @@ impl<V: Version> Registry<V> {
         Self { names: Arc::new(RwLock::new(Names::new(base_names))) }
     }
 
-    /// Reserves a name for an adapter that the caller is about to load. Until the reservation is committed, the name resolves as
+    /// Begins the load of an adapter that a name is to stand for. Until the adapter is [served](PendingLoad::serve), the name resolves as
     /// before.
     ///
     /// # Errors
     /// - [`RegistryError::Name`] if the name breaks a [rule](self#names).
     /// - [`RegistryError::Base`] if it is the base model's, and [`RegistryError::Alias`] if it is an alias.
-    /// - [`RegistryError::Loading`] if another caller has reserved it.
+    /// - [`RegistryError::Loading`] if another caller loads an adapter under it.
     /// - [`RegistryError::Loaded`] if an adapter has it, with [`OnDuplicate::Refuse`].
     #[doc(alias = "load_lora_adapter")]
-    pub fn reserve(&self, name: &str, on_duplicate: OnDuplicate) -> Result<Reservation<V>, RegistryError> {
+    pub fn begin_load(&self, name: &str, on_duplicate: OnDuplicate) -> Result<PendingLoad<V>, RegistryError> {
         check(name)?;
-        let (name, ticket) = self.write().reserve(name, on_duplicate)?;
-        Ok(Reservation { registry: self.clone(), name, ticket })
+        let (name, ticket) = self.write().begin_load(name, on_duplicate)?;
+        Ok(PendingLoad { registry: self.clone(), name, ticket })
     }
 
     /// Removes an adapter's name and its aliases at once, and cancels a load in progress.
@@ -313,15 +313,15 @@ impl<V: Version> Registry<V> {
 
 /// A name whose adapter is being loaded. Dropping it gives the name back.
 #[derive(Debug)]
-#[must_use = "dropping a reservation gives the name back"]
-pub struct Reservation<V: Version> {
+#[must_use = "dropping a pending load gives the name back"]
+pub struct PendingLoad<V: Version> {
     registry: Registry<V>,
     name: Arc<str>,
     ticket: Ticket,
 }
 
-impl<V: Version> Reservation<V> {
-    /// The reserved name.
+impl<V: Version> PendingLoad<V> {
+    /// The name.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -331,14 +331,14 @@ impl<V: Version> Reservation<V> {
     /// # Errors
     /// No name has changed, and `version` is dropped, if the name was unloaded meanwhile ([`RegistryError::Unloaded`]) or the version is
     /// served under a name already ([`RegistryError::Id`]).
-    pub fn commit(self, version: V) -> Result<Replaced<V>, RegistryError> {
+    pub fn serve(self, version: V) -> Result<Replaced<V>, RegistryError> {
         // Unlocked before a version is dropped, whose end may take a while.
         let mut names = self.registry.write();
-        Ok(Replaced { version: names.commit(&self.name, self.ticket, version.id())?.replace(version) })
+        Ok(Replaced { version: names.serve(&self.name, self.ticket, version.id())?.replace(version) })
     }
 }
 
-impl<V: Version> Drop for Reservation<V> {
+impl<V: Version> Drop for PendingLoad<V> {
     fn drop(&mut self) {
         self.registry.write().release(&self.name, self.ticket);
     }

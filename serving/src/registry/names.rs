@@ -6,7 +6,7 @@ use std::{
 use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded, Version};
 use aril::pool::AdapterId;
 
-/// One reservation. No ticket is used twice, so that a reservation which has been cancelled cannot touch a later one.
+/// One load. No ticket is used twice, so that a load which has been cancelled cannot touch a later one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Ticket(u64);
 
@@ -33,7 +33,7 @@ impl<V: Version> Names<V> {
         Self { base, entries: BTreeMap::new(), owners: HashMap::new(), last_ticket: 0 }
     }
 
-    pub(super) fn reserve(
+    pub(super) fn begin_load(
         &mut self,
         name: &str,
         on_duplicate: OnDuplicate,
@@ -62,7 +62,7 @@ impl<V: Version> Names<V> {
     }
 
     /// Lets a name stand for `id`, whose version the caller puts in place of the one that is returned.
-    pub(super) fn commit(
+    pub(super) fn serve(
         &mut self,
         name: &Arc<str>,
         ticket: Ticket,
@@ -85,7 +85,7 @@ impl<V: Version> Names<V> {
         Ok(served)
     }
 
-    /// Ends a reservation that has not been committed. After a commit, or an unload, it does nothing.
+    /// Ends a load whose version is not served. After `serve`, or an unload, it does nothing.
     pub(super) fn release(&mut self, name: &str, ticket: Ticket) {
         let Some(Entry::Adapter { served, loading, .. }) = self.entries.get_mut(name) else { return };
         if *loading != Some(ticket) {

@@ -29,7 +29,7 @@ use aril::{
 };
 use aril_serving::{
     admission::{Admission, AdmissionError, Answer, Limits, Request},
-    registry::{Listed, LoadError, OnDuplicate, Registry, RegistryError, Replaced, Reservation, Served, Unloaded},
+    registry::{Listed, LoadError, OnDuplicate, PendingLoad, Registry, RegistryError, Replaced, Served, Unloaded},
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -313,7 +313,7 @@ fn types_may_be_shared_between_threads() {
     fn shared<T: Send + Sync>() {}
     fn error<T: std::error::Error + Send + Sync + 'static>() {}
     shared::<(Admission<u64, AdapterId>, Answer, Limits, Request<u64, AdapterId>)>();
-    shared::<(Registry<AdapterId>, Reservation<AdapterId>, Replaced<AdapterId>, Unloaded<AdapterId>)>();
+    shared::<(Registry<AdapterId>, PendingLoad<AdapterId>, Replaced<AdapterId>, Unloaded<AdapterId>)>();
     shared::<(Listed, Served)>();
     error::<AdmissionError>();
     error::<RegistryError>();

@@ -49,9 +49,9 @@ fn any_call(caller: usize, is_held: bool) -> Call {
     let [name, target] = [(); 2].map(|()| NAMES[rng.gen_range(0..NAMES.len())]);
     let on_duplicate = if rng.r#gen() { Refuse } else { Replace };
     match rng.gen_range(0..10) {
-        0..3 if is_held => Call::Commit { caller, id: AdapterId::unique() },
+        0..3 if is_held => Call::Serve { caller, id: AdapterId::unique() },
         3 if is_held => Call::Release { caller },
-        0..4 => Call::Reserve { caller, name, on_duplicate },
+        0..4 => Call::Begin { caller, name, on_duplicate },
         4 => Call::Unload { name },
         5 | 6 => Call::Alias { alias: name, target, on_duplicate },
         7 => Call::RemoveAlias { alias: name },
@@ -63,8 +63,8 @@ fn any_call(caller: usize, is_held: bool) -> Call {
 /// Loads two adapters and gives one of them an alias.
 fn served(registry: &Registry, model: &mut Model) {
     let load = |name| {
-        let reserve = Call::Reserve { caller: 0, name, on_duplicate: Refuse };
-        [reserve, Call::Commit { caller: 0, id: AdapterId::unique() }]
+        let begin_load = Call::Begin { caller: 0, name, on_duplicate: Refuse };
+        [begin_load, Call::Serve { caller: 0, id: AdapterId::unique() }]
     };
     let alias = Call::Alias { alias: "c", target: "a", on_duplicate: Refuse };
     let mut held = None;
@@ -118,8 +118,8 @@ fn a_history_without_an_order_is_found() {
     let event = |call, outcome, begin| Event { call, outcome, begin, end: begin + 1 };
     let unloaded = Ok(super::Unloaded { version: Some(id), aliases: vec![] });
     let mut events = vec![
-        event(Call::Reserve { caller: 0, name: "a", on_duplicate: Refuse }, Outcome::Done(Ok(())), 0),
-        event(Call::Commit { caller: 0, id }, Outcome::Committed(Ok(None)), 2),
+        event(Call::Begin { caller: 0, name: "a", on_duplicate: Refuse }, Outcome::Done(Ok(())), 0),
+        event(Call::Serve { caller: 0, id }, Outcome::Replaced(Ok(None)), 2),
         event(Call::Unload { name: "a" }, Outcome::Unloaded(unloaded), 4),
         event(Call::Resolve { name: "a" }, Outcome::Resolved(Ok(Served::Adapter(id))), 6),
     ];
@@ -135,14 +135,14 @@ fn nothing_waits_for_a_load() {
         || {
             let registry = Registry::new([BASE]);
             let old = load(&registry, "a");
-            let reservations = [registry.reserve("a", Replace), registry.reserve("new", Refuse)].map(Result::unwrap);
+            let pending = [registry.begin_load("a", Replace), registry.begin_load("new", Refuse)].map(Result::unwrap);
             let others: Vec<_> = (0..2)
                 .map(|number| {
                     let registry = registry.clone();
                     thread::spawn(move || {
                         assert_eq!(registry.resolve("a"), Ok(Served::Adapter(old)));
                         assert_eq!(registry.resolve("new"), Err(super::loading("new")));
-                        assert_eq!(registry.reserve("a", Replace).err(), Some(super::loading("a")));
+                        assert_eq!(registry.begin_load("a", Replace).err(), Some(super::loading("a")));
                         assert_eq!(registry.list()[0].id, old);
                         load(&registry, if number == 0 { "x" } else { "y" });
                     })
@@ -150,7 +150,7 @@ fn nothing_waits_for_a_load() {
                 .collect();
             // The loads end after everything else.
             others.into_iter().for_each(|thread| thread.join().unwrap());
-            drop(reservations);
+            drop(pending);
         },
         SCHEDULES / 10,
     );
@@ -165,8 +165,8 @@ fn one_of_two_loads_wins() {
             let load = |registry: Registry| {
                 let id = AdapterId::unique();
                 registry
-                    .reserve("a", Refuse)
-                    .and_then(|reservation| reservation.commit(id))
+                    .begin_load("a", Refuse)
+                    .and_then(|pending| pending.serve(id))
                     .map(|replaced| (id, replaced.version))
             };
             let other = thread::spawn({

@@ -11,7 +11,7 @@ use aril::pool::{AdapterId, CacheNamespace};
 
 type Registry = super::Registry<AdapterId>;
 type Replaced = super::Replaced<AdapterId>;
-type Reservation = super::Reservation<AdapterId>;
+type PendingLoad = super::PendingLoad<AdapterId>;
 type Unloaded = super::Unloaded<AdapterId>;
 
 use OnDuplicate::{Refuse, Replace};
@@ -23,8 +23,8 @@ fn alone(test: impl Fn() + Send + Sync + 'static) {
 
 fn load(registry: &Registry, name: &str) -> AdapterId {
     let id = AdapterId::unique();
-    let reservation = registry.reserve(name, Replace).expect("nobody else loads it");
-    let Replaced { version: _old } = reservation.commit(id).expect("nothing else has the name");
+    let pending = registry.begin_load(name, Replace).expect("nobody else loads it");
+    let Replaced { version: _old } = pending.serve(id).expect("nothing else has the name");
     id
 }
 
@@ -56,11 +56,11 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)));
         assert_eq!(registry.name_of(first).as_deref(), Some("org/pirate"));
 
-        let (second, reservation) = (AdapterId::unique(), registry.reserve("org/pirate", Replace).unwrap());
-        assert_eq!(reservation.name(), "org/pirate");
-        assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until the commit");
+        let (second, pending) = (AdapterId::unique(), registry.begin_load("org/pirate", Replace).unwrap());
+        assert_eq!(pending.name(), "org/pirate");
+        assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(first)), "the old version until then");
         assert_eq!(
-            reservation.commit(second),
+            pending.serve(second),
             Ok(Replaced { version: Some(first) }),
             "the caller unregisters the old version"
         );
@@ -89,7 +89,7 @@ fn the_base_model_keeps_its_names() {
         let id = load(&registry, "a");
         let served = registry.resolve("a").unwrap();
         assert_eq!((served.adapter(), served.cache_namespace()), (Some(id), id.cache_namespace()));
-        assert_eq!(registry.reserve("default", Replace).err(), Some(base("default")));
+        assert_eq!(registry.begin_load("default", Replace).err(), Some(base("default")));
         assert_eq!(registry.unload("default"), Err(base("default")));
         assert_eq!(registry.alias("default", "a", Replace), Err(base("default")));
         assert_eq!(registry.alias("b", "default", Replace), Err(base("default")));
@@ -101,16 +101,16 @@ fn the_base_model_keeps_its_names() {
 fn a_failed_load_leaves_everything_as_it_was() {
     alone(|| {
         let registry = Registry::new(["base"]);
-        let reservation = registry.reserve("a", Refuse).unwrap();
+        let pending = registry.begin_load("a", Refuse).unwrap();
         assert_eq!(registry.resolve("a"), Err(loading("a")));
         assert_eq!(registry.list(), []);
-        drop(reservation);
+        drop(pending);
         assert_eq!(registry.resolve("a"), Err(of("a")));
 
         let id = load(&registry, "a");
-        drop(registry.reserve("a", Replace).unwrap());
+        drop(registry.begin_load("a", Replace).unwrap());
         assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
-        assert_eq!(registry.reserve("a", Refuse).err(), Some(loaded("a")));
+        assert_eq!(registry.begin_load("a", Refuse).err(), Some(loaded("a")));
     });
 }
 
@@ -118,15 +118,15 @@ fn a_failed_load_leaves_everything_as_it_was() {
 fn a_name_is_loaded_by_one_caller_at_a_time() {
     alone(|| {
         let registry = Registry::new(["base"]);
-        let (first, id) = (registry.reserve("a", Refuse).unwrap(), AdapterId::unique());
+        let (first, id) = (registry.begin_load("a", Refuse).unwrap(), AdapterId::unique());
         for on_duplicate in [Refuse, Replace] {
-            assert_eq!(registry.reserve("a", on_duplicate).err(), Some(loading("a")));
+            assert_eq!(registry.begin_load("a", on_duplicate).err(), Some(loading("a")));
         }
         assert_eq!(registry.alias("a", "a", Replace), Err(loading("a")));
         assert_eq!(registry.alias("b", "a", Replace), Err(loading("a")));
-        assert_eq!(first.commit(id), Ok(Replaced { version: None }));
-        let replacement = registry.reserve("a", Replace).unwrap();
-        assert_eq!(registry.reserve("a", Replace).err(), Some(loading("a")));
+        assert_eq!(first.serve(id), Ok(Replaced { version: None }));
+        let replacement = registry.begin_load("a", Replace).unwrap();
+        assert_eq!(registry.begin_load("a", Replace).err(), Some(loading("a")));
         assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
         drop(replacement);
     });
@@ -137,23 +137,23 @@ fn unloading_cancels_a_load() {
     alone(|| {
         let registry = Registry::new(["base"]);
         let unloaded = |name: &str| Err(RegistryError::Unloaded { name: name.into() });
-        let cancelled = registry.reserve("a", Refuse).unwrap();
+        let cancelled = registry.begin_load("a", Refuse).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
         assert_eq!(registry.resolve("a"), Err(of("a")));
         // A later load of the name is another load.
-        let later = registry.reserve("a", Refuse).unwrap();
-        assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
+        let later = registry.begin_load("a", Refuse).unwrap();
+        assert_eq!(cancelled.serve(AdapterId::unique()), unloaded("a"));
         let id = AdapterId::unique();
-        assert_eq!(later.commit(id), Ok(Replaced { version: None }));
+        assert_eq!(later.serve(id), Ok(Replaced { version: None }));
 
-        let cancelled = registry.reserve("a", Replace).unwrap();
+        let cancelled = registry.begin_load("a", Replace).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { version: Some(id), aliases: vec![] }));
-        assert_eq!(cancelled.commit(AdapterId::unique()), unloaded("a"));
-        let cancelled = registry.reserve("a", Replace).unwrap();
+        assert_eq!(cancelled.serve(AdapterId::unique()), unloaded("a"));
+        let cancelled = registry.begin_load("a", Replace).unwrap();
         assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
-        let later = registry.reserve("a", Refuse).unwrap();
+        let later = registry.begin_load("a", Refuse).unwrap();
         drop(cancelled);
-        assert_eq!(registry.resolve("a"), Err(loading("a")), "a cancelled reservation gives back nothing");
+        assert_eq!(registry.resolve("a"), Err(loading("a")), "a cancelled load gives back nothing");
         drop(later);
     });
 }
@@ -164,10 +164,10 @@ fn a_version_has_one_name() {
         let registry = Registry::new(["base"]);
         let id = load(&registry, "a");
         let taken = Err(RegistryError::Id { id, name: "a".into() });
-        assert_eq!(registry.reserve("b", Refuse).unwrap().commit(id), taken);
-        assert_eq!(registry.reserve("a", Replace).unwrap().commit(id), taken);
+        assert_eq!(registry.begin_load("b", Refuse).unwrap().serve(id), taken);
+        assert_eq!(registry.begin_load("a", Replace).unwrap().serve(id), taken);
         assert_eq!((registry.resolve("a"), registry.resolve("b")), (Ok(Served::Adapter(id)), Err(of("b"))));
-        assert!(registry.reserve("a", Replace).is_ok(), "the failed commits gave the names back");
+        assert!(registry.begin_load("a", Replace).is_ok(), "the failed loads gave the names back");
     });
 }
 
@@ -188,7 +188,7 @@ fn aliases_follow_their_adapter() {
         assert_eq!(registry.alias("prod", "prod", Replace), Err(alias("prod", "b")));
         assert_eq!(registry.alias("a", "b", Replace), Err(loaded("a")));
         assert_eq!(registry.alias("other", "missing", Refuse), Err(of("missing")));
-        assert_eq!(registry.reserve("prod", Replace).err(), Some(alias("prod", "b")));
+        assert_eq!(registry.begin_load("prod", Replace).err(), Some(alias("prod", "b")));
         assert_eq!(registry.unload("prod"), Err(alias("prod", "b")));
         assert_eq!(registry.remove_alias("a"), Err(RegistryError::NotAlias { name: "a".into() }));
         assert_eq!(registry.remove_alias("missing"), Err(of("missing")));
@@ -217,7 +217,7 @@ fn names_are_checked() {
             ["org/a", "/etc/passwd", "a/", "a//b", ".", "./a", "a/./b", "~/a", "/", "s3://bucket/a", "file:///a"];
         for name in ["a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()].into_iter().chain(paths)
         {
-            assert!(registry.reserve(name, Refuse).is_ok(), "{name}");
+            assert!(registry.begin_load(name, Refuse).is_ok(), "{name}");
             assert_eq!(registry.alias(name, "target", Refuse), Ok(()), "{name}");
             let below = Path::new("/folder").join(name.trim_start_matches('/'));
             let mut parts = below.components();
@@ -244,7 +244,7 @@ fn names_are_checked() {
             ("a/..", NameError::Parent),
         ] {
             let error = RegistryError::Name { name: name.into(), reason };
-            assert_eq!(registry.reserve(name, Replace).err(), Some(error.clone()), "{name:?}");
+            assert_eq!(registry.begin_load(name, Replace).err(), Some(error.clone()), "{name:?}");
             assert_eq!(registry.alias(name, "target", Replace), Err(error.clone()), "{name:?}");
             assert_eq!(registry.resolve(name), Err(of(name)), "{name:?}");
             let message = error.to_string();

@@ -4,14 +4,14 @@ use std::{collections::BTreeMap, sync::Mutex};
 
 use proptest::{collection::vec, prelude::*, sample::select};
 
-use super::{Listed, OnDuplicate, Registry, RegistryError, Reservation, Served, Unloaded};
+use super::{Listed, OnDuplicate, PendingLoad, Registry, RegistryError, Served, Unloaded};
 use aril::pool::AdapterId;
 
-/// A call. Each caller has at most one reservation.
+/// A call. Each caller has at most one pending load.
 #[derive(Clone, Debug)]
 pub(super) enum Call {
-    Reserve { caller: usize, name: &'static str, on_duplicate: OnDuplicate },
-    Commit { caller: usize, id: AdapterId },
+    Begin { caller: usize, name: &'static str, on_duplicate: OnDuplicate },
+    Serve { caller: usize, id: AdapterId },
     Release { caller: usize },
     Unload { name: &'static str },
     Alias { alias: &'static str, target: &'static str, on_duplicate: OnDuplicate },
@@ -24,7 +24,7 @@ pub(super) enum Call {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Outcome {
     Done(Result<(), RegistryError>),
-    Committed(Result<Option<AdapterId>, RegistryError>),
+    Replaced(Result<Option<AdapterId>, RegistryError>),
     Unloaded(Result<Unloaded, RegistryError>),
     Resolved(Result<Served, RegistryError>),
     Listed(Vec<Listed>),
@@ -40,17 +40,17 @@ pub(super) struct Model {
     served: Vec<(&'static str, AdapterId)>,
     loading: Vec<(&'static str, usize)>,
     aliases: Vec<(&'static str, &'static str)>,
-    /// The names that callers reserved, whether or not the load was cancelled.
-    reserved: BTreeMap<usize, &'static str>,
+    /// The names under which callers load, whether or not the load was cancelled.
+    pending: BTreeMap<usize, &'static str>,
 }
 
 impl Model {
     pub(super) fn apply(&mut self, call: &Call) -> Outcome {
         match *call {
-            Call::Reserve { caller, name, on_duplicate } => Outcome::Done(self.reserve(caller, name, on_duplicate)),
-            Call::Commit { caller, id } => Outcome::Committed(self.commit(caller, id)),
+            Call::Begin { caller, name, on_duplicate } => Outcome::Done(self.begin_load(caller, name, on_duplicate)),
+            Call::Serve { caller, id } => Outcome::Replaced(self.serve(caller, id)),
             Call::Release { caller } => {
-                if let Some(name) = self.reserved.remove(&caller) {
+                if let Some(name) = self.pending.remove(&caller) {
                     self.loading.retain(|&load| load != (name, caller));
                 }
                 Outcome::Done(Ok(()))
@@ -85,7 +85,12 @@ impl Model {
         }
     }
 
-    fn reserve(&mut self, caller: usize, name: &'static str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
+    fn begin_load(
+        &mut self,
+        caller: usize,
+        name: &'static str,
+        on_duplicate: OnDuplicate,
+    ) -> Result<(), RegistryError> {
         allowed(name)?;
         if let Some(target) = self.target(name) {
             return Err(super::alias(name, target));
@@ -97,12 +102,12 @@ impl Model {
             return Err(super::loaded(name));
         }
         self.loading.push((name, caller));
-        self.reserved.insert(caller, name);
+        self.pending.insert(caller, name);
         Ok(())
     }
 
-    fn commit(&mut self, caller: usize, id: AdapterId) -> Result<Option<AdapterId>, RegistryError> {
-        let Some(name) = self.reserved.remove(&caller) else { return Ok(None) };
+    fn serve(&mut self, caller: usize, id: AdapterId) -> Result<Option<AdapterId>, RegistryError> {
+        let Some(name) = self.pending.remove(&caller) else { return Ok(None) };
         if !self.loading.contains(&(name, caller)) {
             return Err(RegistryError::Unloaded { name: name.into() });
         }
@@ -191,14 +196,14 @@ fn allowed(name: &str) -> Result<(), RegistryError> {
     }
 }
 
-/// Runs a call on a registry, with the reservation of its caller.
-pub(super) fn run(registry: &Registry, held: &mut Option<Reservation>, call: &Call) -> Outcome {
+/// Runs a call on a registry, with the pending load of its caller.
+pub(super) fn run(registry: &Registry, held: &mut Option<PendingLoad>, call: &Call) -> Outcome {
     match *call {
-        Call::Reserve { name, on_duplicate, .. } => {
-            Outcome::Done(registry.reserve(name, on_duplicate).map(|reservation| *held = Some(reservation)))
+        Call::Begin { name, on_duplicate, .. } => {
+            Outcome::Done(registry.begin_load(name, on_duplicate).map(|pending| *held = Some(pending)))
         }
-        Call::Commit { id, .. } => {
-            Outcome::Committed(held.take().map_or(Ok(None), |reservation| Ok(reservation.commit(id)?.version)))
+        Call::Serve { id, .. } => {
+            Outcome::Replaced(held.take().map_or(Ok(None), |pending| Ok(pending.serve(id)?.version)))
         }
         Call::Release { .. } => {
             *held = None;
@@ -220,8 +225,8 @@ fn call() -> impl Strategy<Value = Call> {
     let caller = 0..CALLERS;
     prop_oneof![
         4 => (caller.clone(), name(), on_duplicate())
-            .prop_map(|(caller, name, on_duplicate)| Call::Reserve { caller, name, on_duplicate }),
-        4 => caller.clone().prop_map(|caller| Call::Commit { caller, id: AdapterId::unique() }),
+            .prop_map(|(caller, name, on_duplicate)| Call::Begin { caller, name, on_duplicate }),
+        4 => caller.clone().prop_map(|caller| Call::Serve { caller, id: AdapterId::unique() }),
         1 => caller.prop_map(|caller| Call::Release { caller }),
         1 => name().prop_map(|name| Call::Unload { name }),
         2 => (name(), name(), on_duplicate())
@@ -240,15 +245,15 @@ proptest! {
         let found = failure.clone();
         super::alone(move || {
             let (registry, mut model) = (Registry::new([BASE]), Model::default());
-            let mut held: [Option<Reservation>; CALLERS] = Default::default();
+            let mut held: [Option<PendingLoad>; CALLERS] = Default::default();
             for (number, call) in calls.iter().enumerate() {
                 let mut calls = vec![call.clone()];
-                if let Call::Reserve { caller, .. } = *call {
+                if let Call::Begin { caller, .. } = *call {
                     calls.insert(0, Call::Release { caller });
                 }
                 for call in calls {
                     let caller = match call {
-                        Call::Reserve { caller, .. } | Call::Commit { caller, .. } | Call::Release { caller } => caller,
+                        Call::Begin { caller, .. } | Call::Serve { caller, .. } | Call::Release { caller } => caller,
                         _ => 0,
                     };
                     let (is, expected) = (run(&registry, &mut held[caller], &call), model.apply(&call));
