@@ -140,7 +140,7 @@ fn serve(device: &mut impl Device, mut waiting: VecDeque<Request<'_>>, max_batch
             device.pool().prefetch(request.served.id)?;
         }
         if running.is_empty() {
-            device.pool().commit(StreamId::FIRST)?;
+            device.pool().end_step(StreamId::FIRST)?;
             device.pool().wait(Duration::from_millis(10));
             continue;
         }
@@ -159,7 +159,7 @@ fn serve(device: &mut impl Device, mut waiting: VecDeque<Request<'_>>, max_batch
             bar.inc(u64::from(request.steps_left == 0));
             request.steps_left > 0
         });
-        device.pool().commit(StreamId::FIRST)?;
+        device.pool().end_step(StreamId::FIRST)?;
         bar.set_message(format!("{} on the device", device.pool().snapshot().resident));
     }
     bar.finish_and_clear();

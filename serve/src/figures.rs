@@ -584,7 +584,7 @@ impl Adapters {
         loop {
             match self.pool.prepare(&ids[..count], StreamId::FIRST) {
                 Err(PoolError::Loading { .. } | PoolError::Full) => {
-                    self.pool.commit(StreamId::FIRST)?;
+                    self.pool.end_step(StreamId::FIRST)?;
                     self.pool.wait(WAIT);
                 }
                 Err(PoolError::TooLarge { .. }) => return Ok(None),
@@ -595,7 +595,7 @@ impl Adapters {
 
     fn give_back(&mut self, leases: Vec<Lease>) -> Result<()> {
         drop(leases);
-        Ok(self.pool.commit(StreamId::FIRST)?)
+        Ok(self.pool.end_step(StreamId::FIRST)?)
     }
 }
 

@@ -179,7 +179,7 @@ struct StaleRoutes;
 /// ```
 struct ExpandedAfterOthers;
 
-/// While a step of a pool lives, the pool cannot commit or lease.
+/// While a step of a pool lives, the pool can neither end it nor lease.
 ///
 /// ```no_run
 /// # use aril::{cuda::*, pool::{PoolError, StreamId}};
@@ -188,7 +188,7 @@ struct ExpandedAfterOthers;
 /// # ) -> Result<(), PoolError> {
 /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
 /// println!("{}", step.num_tokens());
-/// pool.commit(StreamId::FIRST)
+/// pool.end_step(StreamId::FIRST)
 /// # }
 /// ```
 ///
@@ -198,12 +198,12 @@ struct ExpandedAfterOthers;
 /// #     pool: &'a mut AdapterPool, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace,
 /// # ) -> Result<(), PoolError> {
 /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
-/// pool.commit(StreamId::FIRST)?;
+/// pool.end_step(StreamId::FIRST)?;
 /// println!("{}", step.num_tokens());
 /// # Ok(())
 /// # }
 /// ```
-struct CommittedUnderStep;
+struct EndedUnderStep;
 
 /// A captured step cannot outlive its capture.
 ///

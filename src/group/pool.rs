@@ -501,7 +501,7 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
                 &[5, stream.0 as u64]
             }
             Call::Release(slot, stream) => &[6, slot as u64, stream.0 as u64],
-            Call::Commit(stream) => &[7, stream.0 as u64],
+            Call::EndStep(stream) => &[7, stream.0 as u64],
         };
         words.iter().for_each(|&word| self.note(word));
     }

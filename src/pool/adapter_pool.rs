@@ -18,7 +18,7 @@ use crate::{
 /// the pool read the files.
 ///
 /// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have ended, and
-/// [`commit`](Self::commit) its stream. No call waits for a file or for the device, except [`wait`](Self::wait) and
+/// [end](Self::end_step) the step. No call waits for a file or for the device, except [`wait`](Self::wait) and
 /// [`wait_for`](Self::wait_for).
 /// [`pool`](crate::pool) has the whole story.
 ///
@@ -82,7 +82,7 @@ impl<B: Backend> AdapterPool<B> {
         Ok(id)
     }
 
-    /// Forgets an adapter: at once for new requests. Its memory returns when its last lease has ended and been committed.
+    /// Forgets an adapter: at once for new requests. Its memory returns when its last lease has ended, and then a step.
     /// Requests that hold a lease keep it.
     ///
     /// # Errors
@@ -195,13 +195,13 @@ impl<B: Backend> AdapterPool<B> {
     /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it, and later
     /// steps of the stream refuse them. Enqueues nothing.
     ///
-    /// An engine that drops leases after its last step commits once more, so that their memory can be used.
+    /// An engine that drops leases after its last step calls it once more, so that their memory can be used.
     ///
     /// # Errors
     /// [`PoolError::NoSuchStream`]; [`PoolError::Load`], as for [`prepare`](Self::prepare).
-    pub fn commit(&mut self, stream: StreamId) -> Result<(), PoolError> {
-        self.begin(Call::Commit(stream))?;
-        self.core.commit(stream, &mut self.backend)
+    pub fn end_step(&mut self, stream: StreamId) -> Result<(), PoolError> {
+        self.begin(Call::EndStep(stream))?;
+        self.core.end_step(stream, &mut self.backend)
     }
 
     /// Takes note of reads, copies and leases that have ended, frees memory and continues prefetches. Every other call
@@ -264,7 +264,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
     /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
     /// println!("{}", step.num_tokens());
-    /// pool.commit(StreamId::FIRST)?;
+    /// pool.end_step(StreamId::FIRST)?;
     /// # Ok(())
     /// # }
     /// ```
@@ -273,7 +273,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
     /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
     /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
-    /// pool.commit(StreamId::FIRST)?;
+    /// pool.end_step(StreamId::FIRST)?;
     /// println!("{}", step.num_tokens());
     /// # Ok(())
     /// # }

@@ -153,7 +153,7 @@ pub enum Call<'a> {
     Retry(AdapterId),
     Pin(AdapterId, bool),
     Prepare(&'a [AdapterId], StreamId),
-    Commit(StreamId),
+    EndStep(StreamId),
     /// A lease of the slot has ended.
     Release(usize, StreamId),
 }

@@ -23,7 +23,8 @@ pub enum PoolError {
         /// Why it could not be loaded.
         error: Arc<LoadError>,
     },
-    /// There is no room until leases end or are committed: other adapters on the device are in use or pinned. Retry after a commit.
+    /// There is no room until leases and their steps end: other adapters on the device are in use or pinned. Retry after the end of a
+    /// step.
     #[error("the device has no room until other adapters are released")]
     Full,
     /// The ranks of a group have not done what was asked for: some refuse the adapter, or they are not connected any more, or do different

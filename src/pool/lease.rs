@@ -6,7 +6,7 @@ use crate::Slot;
 /// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks, and any
 /// thread may do so.
 ///
-/// The slot is valid for launches until the next commit of the stream after the lease was dropped. After that, a step refuses it
+/// The slot is valid for launches until the next end of a step of the stream after the lease was dropped. After that, a step refuses it
 /// ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), unless another lease holds it, whose adapter may be another.
 /// So take the slots of each step from its leases.
 #[derive(Debug)]

@@ -36,7 +36,7 @@ use crate::{
 /// assert!(matches!(pool.acquire(b, StreamId::FIRST), Err(PoolError::Full)));
 ///
 /// drop(lease);
-/// pool.commit(StreamId::FIRST)?;
+/// pool.end_step(StreamId::FIRST)?;
 /// pool.prefetch(b)?; // evicts the other
 /// assert_eq!(pool.residency(a).map(|a| a.tier), Some(Tier::Host));
 /// # Ok::<(), PoolError>(())

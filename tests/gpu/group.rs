@@ -156,7 +156,7 @@ fn two_ranks_share_their_slots() {
             assert_eq!(delta_of(&gpu, &pool, id, kept.slot()).unwrap(), values(0)[rank], "beside adapter {number}");
             slots.push(lease.slot());
             drop(lease);
-            pool.commit(STREAM).unwrap();
+            pool.end_step(STREAM).unwrap();
         }
         let stale = slots[slots.len() - 1];
         assert!(matches!(
@@ -198,11 +198,11 @@ fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
             assert_eq!(delta_of(&gpu, &pool, id, lease.slot()).unwrap(), values(number)[rank]);
             assert_eq!(delta_of(&gpu, &pool, id, kept.slot()).unwrap(), values(0)[rank]);
             drop(lease);
-            pool.commit(STREAM).unwrap();
+            pool.end_step(STREAM).unwrap();
         }
         drop(kept);
         ids.into_iter().chain([bad]).for_each(|id| pool.unregister(id).unwrap());
-        pool.commit(STREAM).unwrap();
+        pool.end_step(STREAM).unwrap();
         while pool.snapshot().resident > 0 {
             pool.poll();
         }

@@ -180,7 +180,7 @@ fn a_host_tier_has_any_size() {
                 pool.prefetch(id).unwrap();
             }
             drop(pool.acquire(id, StreamId::FIRST).unwrap());
-            pool.commit(StreamId::FIRST).unwrap();
+            pool.end_step(StreamId::FIRST).unwrap();
         }
     }
 }

@@ -165,16 +165,16 @@ impl Setup {
         loop {
             match self.pool.prepare(ids, self.lanes[lane].stream) {
                 Err(PoolError::Loading { .. }) => drop(self.pool.wait(Duration::from_millis(100))),
-                Err(PoolError::Full) => self.commit_all(),
+                Err(PoolError::Full) => self.end_steps(),
                 leases => return leases.unwrap(),
             }
             assert!(start.elapsed() < Duration::from_secs(60), "{:?}", self.pool.snapshot());
         }
     }
 
-    fn commit_all(&mut self) {
+    fn end_steps(&mut self) {
         for lane in &self.lanes {
-            self.pool.commit(lane.stream).unwrap();
+            self.pool.end_step(lane.stream).unwrap();
         }
     }
 
@@ -214,12 +214,12 @@ fn many_adapters_share_few_slots_on_two_streams() {
             let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
             setup.lanes[lane].enqueue(&setup.pool, at, &slots);
             if rng.random_ratio(1, 2) {
-                // Kept over the commit.
+                // Kept over the end of the step.
                 running.extend(leases);
             } else {
                 drop(leases);
             }
-            setup.pool.commit(setup.lanes[lane].stream).unwrap();
+            setup.pool.end_step(setup.lanes[lane].stream).unwrap();
             steps.push((lane, at, batch.iter().map(|(_, value)| *value).collect::<Vec<_>>()));
             let next = adapters[rng.random_range(0..ADAPTERS)].0;
             setup.pool.prefetch(next).unwrap();
@@ -238,7 +238,7 @@ fn many_adapters_share_few_slots_on_two_streams() {
     for (id, _) in adapters {
         setup.pool.unregister(id).unwrap();
     }
-    setup.commit_all();
+    setup.end_steps();
     while setup.pool.wait(Duration::from_secs(10)) {}
     setup.lanes.iter().for_each(|lane| lane.gpu.synchronize());
     let end = Instant::now();
@@ -265,16 +265,16 @@ fn a_slot_is_overwritten_after_the_last_step_that_reads_it() {
         let spun = setup.lanes[0].spin.run(200);
         setup.lanes[0].enqueue(&setup.pool, 0, &[old.slot()]);
         drop(old);
-        setup.pool.commit(StreamId::FIRST).unwrap();
+        setup.pool.end_step(StreamId::FIRST).unwrap();
         let new = setup.pool.acquire(ids[1], setup.lanes[1].stream).unwrap();
         setup.lanes[1].enqueue(&setup.pool, 1, &[new.slot()]);
-        setup.pool.commit(setup.lanes[1].stream).unwrap();
+        setup.pool.end_step(setup.lanes[1].stream).unwrap();
         assert!(!spun.is_complete(), "round {round}: the host waited");
         assert_eq!(setup.pool.snapshot().copying, 1, "round {round}: the copy waited for nothing");
         setup.lanes[0].check(0, &[1.0], &format!("round {round}, old"));
         setup.lanes[1].check(1, &[2.0], &format!("round {round}, new"));
         drop(new);
-        setup.commit_all();
+        setup.end_steps();
     }
     assert!(setup.pool.snapshot().counters.waits >= 5);
 }
@@ -293,7 +293,7 @@ fn graphs_follow_the_pool() {
         let slots: Vec<_> = leases.iter().map(Lease::slot).cycle().take(TOKENS).collect();
         setup.lanes[lane].replay(&setup.pool, &mut graphs[lane], &slots).unwrap();
         drop(leases);
-        setup.pool.commit(setup.lanes[lane].stream).unwrap();
+        setup.pool.end_step(setup.lanes[lane].stream).unwrap();
         setup.lanes[lane].check(0, &batch.map(|(_, value)| value), &format!("round {round}"));
     }
     assert!(setup.pool.snapshot().counters.evictions > choose(20, 5));
@@ -306,7 +306,7 @@ fn what_cannot_be_enqueued_is_refused() {
     let mut setup = Setup::new(2, 3, 4);
     let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(16, value));
     drop(setup.lease(ids[0], 0));
-    setup.commit_all();
+    setup.end_steps();
     // One after the other, so that the second is on the device, and the third where the first was.
     for &id in &ids[1..] {
         setup.pool.prefetch(id).unwrap();
@@ -327,7 +327,7 @@ fn what_cannot_be_enqueued_is_refused() {
         let refused = pool.acquire(outside, StreamId::FIRST).unwrap_err();
         assert!(matches!(refused, PoolError::Full), "{refused}");
         assert_eq!(pool.snapshot().counters.evictions, evictions);
-        pool.commit(StreamId::FIRST).unwrap();
+        pool.end_step(StreamId::FIRST).unwrap();
         pool.poll();
     });
     assert_eq!(setup.pool.snapshot().leases, 0);
@@ -368,7 +368,7 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     step(&mut setup, 0).unwrap();
     drop(lease);
     step(&mut setup, 0).unwrap();
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     is_refused(step(&mut setup, 0).unwrap_err());
     is_refused(setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap_err());
     setup.lanes[0].check(0, &[0.0], "after a refusal");
@@ -389,7 +389,7 @@ fn a_slot_without_a_lease_never_reads_another_adapter() {
         let old = setup.lease(ids[0], stale);
         let slots = setup.lanes[stale].on_device(old.slot());
         drop(old);
-        setup.pool.commit(setup.lanes[stale].stream).unwrap();
+        setup.pool.end_step(setup.lanes[stale].stream).unwrap();
         let late = round % 2 == 0;
         if late {
             setup.lanes[stale].spin.run(20);
@@ -404,7 +404,7 @@ fn a_slot_without_a_lease_never_reads_another_adapter() {
         setup.lanes[stale].check(1, &[0.0], &what("after the eviction"));
         setup.lanes[fresh].check(2, &[2.0], &what("the new adapter"));
         drop(new);
-        setup.commit_all();
+        setup.end_steps();
     }
 }
 
@@ -426,7 +426,7 @@ fn batches_of_the_host_and_of_the_device_alternate() {
         lanes[0].replay(pool, &mut graph, &old_slots).unwrap();
         lanes[0].check(0, &[old_value], &what("on the host"));
         drop(old);
-        pool.commit(StreamId::FIRST).unwrap();
+        pool.end_step(StreamId::FIRST).unwrap();
         // The host's last batch has a slot that nobody leases any more.
         let refused = lanes[0].replay(pool, &mut graph, &old_slots).unwrap_err();
         let is_of_slot =
@@ -441,7 +441,7 @@ fn batches_of_the_host_and_of_the_device_alternate() {
         lanes[0].replay(pool, &mut graph, &kept_slots).unwrap();
         lanes[0].check(0, &[kept_value], &what("on the host again"));
         drop(kept);
-        setup.commit_all();
+        setup.end_steps();
     }
 }
 
@@ -535,7 +535,7 @@ impl Setup {
         let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
         self.lanes[0].enqueue(&self.pool, 0, &slots);
         drop(leases);
-        self.commit_all();
+        self.end_steps();
         self.lanes[0].check(0, &values, what);
     }
 }
@@ -587,7 +587,7 @@ fn adapters_are_copied_while_they_are_read() {
     for (id, _) in plain {
         setup.pool.unregister(id).unwrap();
     }
-    setup.commit_all();
+    setup.end_steps();
     setup.lanes.iter().for_each(|lane| lane.gpu.synchronize());
     let end = Instant::now();
     while setup.pool.snapshot().resident > 0 && end.elapsed() < Duration::from_secs(10) {

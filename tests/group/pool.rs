@@ -60,7 +60,7 @@ fn acquire<R: Ranks>(pool: &mut Pool<R>, id: AdapterId) -> Result<Lease, PoolErr
 
 fn release<R: Ranks>(pool: &mut Pool<R>, lease: Lease) {
     drop(lease);
-    pool.commit(STREAM).unwrap();
+    pool.end_step(STREAM).unwrap();
 }
 
 fn tiers<R: Ranks>(pool: &Pool<R>, ids: &[AdapterId]) -> Vec<Tier> {
@@ -100,7 +100,7 @@ fn the_least_recently_used_adapter_is_replaced() {
         // What is leased is not replaced.
         assert!(matches!(acquire(&mut pool, ids[2]), Err(PoolError::Full)));
         drop(leases);
-        pool.commit(STREAM).unwrap();
+        pool.end_step(STREAM).unwrap();
         // The first is used last, so that the second goes. No rank reads it again later.
         let lease = acquire(&mut pool, ids[0]).unwrap();
         release(&mut pool, lease);
@@ -156,7 +156,7 @@ fn ranks_read_from_one_source() {
         assert_eq!(world.delta_of(&pool, leases[0].slot()), Ok([1.0, 2.0][rank]));
         drop(leases);
         pool.unregister(ids[1]).unwrap();
-        pool.commit(STREAM).unwrap();
+        pool.end_step(STREAM).unwrap();
         let snapshot = pool.snapshot();
         assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used, snapshot.adapters), (0, 0, 0));
     });
@@ -282,7 +282,7 @@ fn ranks_that_make_different_calls_are_told() {
         let error = acquire(&mut pool, ids[1]).unwrap_err();
         assert!(matches!(group_error(&error), GroupError::Disagreement { ranks } if ranks.len() == 2), "{error}");
         assert_eq!(world.delta_of(&pool, lease.slot()), Ok(1.0));
-        for result in [pool.commit(STREAM), pool.prefetch(ids[1]).map(drop), pool.acquire(ids[0], STREAM).map(drop)] {
+        for result in [pool.end_step(STREAM), pool.prefetch(ids[1]).map(drop), pool.acquire(ids[0], STREAM).map(drop)] {
             assert!(matches!(group_error(&result.unwrap_err()), GroupError::Disagreement { .. }));
         }
         assert_eq!(world.delta_of(&pool, lease.slot()), Ok(1.0));
@@ -379,7 +379,7 @@ enum Call {
     Retry(usize),
     Pin(usize, bool),
     Drop(usize),
-    Commit,
+    EndStep,
     Wait,
 }
 
@@ -393,7 +393,7 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
         1 => index().prop_map(Call::Retry),
         1 => (index(), any::<bool>()).prop_map(|(index, is_pinned)| Call::Pin(index, is_pinned)),
         3 => index().prop_map(Call::Drop),
-        4 => Just(Call::Commit),
+        4 => Just(Call::EndStep),
         3 => Just(Call::Wait),
     ];
     prop::collection::vec(call, 1..60)
@@ -502,7 +502,7 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
                     }
                     String::new()
                 }
-                Call::Commit => outcome(pool.commit(STREAM)),
+                Call::EndStep => outcome(pool.end_step(STREAM)),
                 Call::Wait => pool.wait(LIMIT).to_string(),
             };
             for (lease, value) in &held {
@@ -516,7 +516,7 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
         for (id, _) in ids {
             let _ = pool.unregister(id);
         }
-        pool.commit(STREAM).unwrap();
+        pool.end_step(STREAM).unwrap();
         pool.poll();
         let snapshot = pool.snapshot();
         answers.push((String::new(), snapshot.resident, snapshot.host));

@@ -267,8 +267,8 @@ impl Device for Machine {
         })
     }
 
-    fn commit(&mut self, stream: usize) {
-        of!(&mut self.pool, pool => pool.commit(self.streams[stream]).unwrap());
+    fn end_step(&mut self, stream: usize) {
+        of!(&mut self.pool, pool => pool.end_step(self.streams[stream]).unwrap());
     }
 
     fn leases(&mut self) -> usize {

@@ -8,7 +8,7 @@
 //! | a captured step that outlives its capture | `KeptStep` |
 //! | routes of another batch | `StaleRoutes` |
 //! | an expand of another shrink's sums | `ExpandedAfterOthers`, `cpu::LoraLinear::shrink` |
-//! | a commit of the pool under a step | `CommittedUnderStep`, `cpu::AdapterPool::step` |
+//! | the end of a step of the pool under it | `EndedUnderStep`, `cpu::AdapterPool::step` |
 //! | an adapter that is committed twice | `CommittedTwice` |
 //! | x and y exchanged, of two types, or one matrix; W that is written or freed under its fused linear | `Swapped`, `OtherType`, `BorrowedW` |
 //! | operations of a graph without a step | `Graph::replay` takes one |
@@ -380,19 +380,19 @@ const MISTAKES: &[Mistake] = &[
     },
     Mistake {
         number: 19,
-        what: "a slot is used after the lease and the commit",
+        what: "a slot is used after the lease and the step",
         error: "the batch names slot 0 of an adapter pool, which no lease holds",
         make: |world| {
             let mut pool = world.pool();
             let id = pool.register(world.source(5.0))?;
             let slot = acquire(&mut pool, id)?.slot();
-            pool.commit(FIRST)?;
+            pool.end_step(FIRST)?;
             world.step_of(&pool, FIRST, &[slot])
         },
     },
     Mistake {
         number: 19,
-        what: "commits are forgotten",
+        what: "ends of steps are forgotten",
         error: "the device has no room until other adapters are released",
         make: |world| {
             let mut pool = world.pool();

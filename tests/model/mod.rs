@@ -152,7 +152,7 @@ pub trait Device {
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
     /// Leases an adapter, once copies have ended and it has been read.
     fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError>;
-    fn commit(&mut self, stream: usize);
+    fn end_step(&mut self, stream: usize);
     /// Leases that the pool knows of.
     fn leases(&mut self) -> usize;
     /// The bytes that the pool still has on the device and in host memory when all work has ended.
@@ -200,7 +200,7 @@ pub enum Call {
     Acquire(usize, usize),
     /// On this thread or on another.
     DropLease(usize, bool),
-    Commit(usize),
+    EndStep(usize),
     RenewPool,
     /// A lease of a pool that is gone, on this thread or on another.
     DropOrphan(bool),
@@ -260,7 +260,7 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         1 => (0..20_usize).prop_map(Call::Unregister),
         6 => (0..20_usize, 0..STREAMS).prop_map(|(id, stream)| Call::Acquire(id, stream)),
         4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
-        4 => (0..STREAMS).prop_map(Call::Commit),
+        4 => (0..STREAMS).prop_map(Call::EndStep),
         1 => prop_oneof![1 => Just(Call::RenewPool), 2 => any::<bool>().prop_map(Call::DropOrphan)],
         10 => (of(), routing(), rows()).prop_map(|(of, routing, rows)| Call::Step(of, routing, rows)),
     ];
@@ -279,7 +279,7 @@ struct Registered {
     value: f32,
     panics: bool,
     is_gone: bool,
-    /// Streams that it was leased for since it was idle, and those that have not committed since its last lease ended.
+    /// Streams that it was leased for since it was idle, and those of which no step has ended since its last lease did.
     streams: BTreeSet<usize>,
     waits_for: BTreeSet<usize>,
 }
@@ -289,7 +289,7 @@ struct Held {
     adapter: usize,
     slot: Slot,
     stream: usize,
-    /// `None` once it has ended. Steps may follow until the next commit of its stream.
+    /// `None` once it has ended. Steps may follow until the next end of a step of its stream.
     lease: Option<Lease>,
 }
 
@@ -431,8 +431,8 @@ impl<D: Device> Expected<D> {
                 }
                 Ok(())
             }
-            Call::Commit(stream) => {
-                self.device.commit(stream);
+            Call::EndStep(stream) => {
+                self.device.end_step(stream);
                 self.held.retain(|held| held.lease.is_some() || held.stream != stream);
                 self.adapters.iter_mut().for_each(|adapter| adapter.waits_for.retain(|&other| other != stream));
                 Ok(())
@@ -761,7 +761,7 @@ impl<D: Device> Expected<D> {
         for adapter in self.adapters.iter().filter(|adapter| !adapter.is_gone) {
             self.device.unregister(adapter.id).map_err(|error| error.to_string())?;
         }
-        (0..STREAMS).for_each(|stream| self.device.commit(stream));
+        (0..STREAMS).for_each(|stream| self.device.end_step(stream));
         let left = self.device.left();
         expect!(left == [0; 2], "{left:?} are left");
         Ok(())
@@ -795,7 +795,7 @@ pub enum Promise {
     LoadsWhole,
     /// A pool's table belongs to the pool.
     Owner,
-    /// A lease keeps its slot on every stream until that stream commits.
+    /// A lease keeps its slot on every stream until a step of that stream ends.
     EveryStream,
     /// An adapter that is unregistered cannot be leased again.
     Unregisters,
@@ -920,11 +920,11 @@ impl<D: Device> Device for Broken<D> {
         self.device.acquire(id, stream)
     }
 
-    fn commit(&mut self, stream: usize) {
+    fn end_step(&mut self, stream: usize) {
         if self.breaks(Promise::EveryStream) {
-            (0..STREAMS).for_each(|stream| self.device.commit(stream));
+            (0..STREAMS).for_each(|stream| self.device.end_step(stream));
         }
-        self.device.commit(stream);
+        self.device.end_step(stream);
     }
 
     fn leases(&mut self) -> usize {

@@ -34,7 +34,7 @@ fn no_adapter_of_a_batch_is_evicted_for_another() {
     assert_eq!((leases[0].slot(), leases[1].id()), (leases[2].slot(), ids[0]));
     assert_eq!(setup.pool.residency(ids[1]).unwrap().tier, Tier::Host);
     drop(leases);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.finish();
 }
 
@@ -56,18 +56,18 @@ fn a_batch_that_does_not_fit_is_refused_as_a_whole() {
     assert!(matches!(refused, PoolError::TooLarge { adapters: 3, max: 2, .. }), "{refused}");
     assert_eq!(setup.step(&[&held]), [2.0]);
     drop(held);
-    assert!(is_full(&setup.pool.prepare(&[ids[2], ids[0]], STREAM)), "the lease was not committed");
-    setup.pool.commit(STREAM).unwrap();
+    assert!(is_full(&setup.pool.prepare(&[ids[2], ids[0]], STREAM)), "the step of the lease has not ended");
+    setup.pool.end_step(STREAM).unwrap();
     let leases = setup.prepare(&[ids[2], ids[0]]).unwrap();
     assert_eq!(setup.step(&[&leases[0], &leases[1]]), [3.0, 1.0]);
     assert_eq!(setup.pool.snapshot().counters.full, 2);
     drop(leases);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.finish();
 }
 
 #[test]
-fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
+fn a_slot_waits_for_the_end_of_a_step_on_every_stream_that_it_was_leased_for() {
     let mut setup = Setup::new(1, 2);
     let other = setup.pool.add_stream();
     let ids = [1.0, 2.0].map(|value| setup.adding(value));
@@ -77,14 +77,14 @@ fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
     setup.settle();
     let refused = |setup: &mut Setup| is_full(&setup.pool.acquire(ids[1], STREAM));
     assert!(refused(&mut setup));
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     drop(leases);
-    setup.pool.commit(other).unwrap();
+    setup.pool.end_step(other).unwrap();
     assert!(refused(&mut setup));
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert_eq!(setup.use_once(ids[1]), 2.0);
     // Streams that no longer step do not hold what others use.
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert_eq!(setup.use_once(ids[0]), 1.0);
     assert_eq!(setup.use_once(ids[1]), 2.0);
     let elsewhere = { Setup::new(1, 1).pool }.add_stream();
@@ -96,7 +96,7 @@ fn a_slot_waits_for_a_commit_of_every_stream_that_it_was_leased_for() {
     for unknown in [other, unknown] {
         let refused = fresh.pool.acquire(id, unknown);
         assert!(matches!(refused, Err(PoolError::NoSuchStream { stream }) if stream == unknown));
-        assert!(matches!(fresh.pool.commit(unknown), Err(PoolError::NoSuchStream { .. })));
+        assert!(matches!(fresh.pool.end_step(unknown), Err(PoolError::NoSuchStream { .. })));
     }
     fresh.finish();
     setup.finish();
@@ -143,21 +143,21 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     assert!(!is_refused(&setup, slot) && is_refused(&setup, prefetched));
     let [first, second] = leases;
     drop(first);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert_eq!(setup.step(&[&second]), [1.0]);
     drop(second);
-    // The step may go on until its commit, and another stream's is none.
-    setup.pool.commit(other).unwrap();
+    // The step may go on until its end, and that of another stream's is none.
+    setup.pool.end_step(other).unwrap();
     assert!(!is_refused(&setup, slot));
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert!(is_refused(&setup, slot));
 
     // A lease is of one stream.
     let lease = setup.pool.acquire(ids[0], other).unwrap();
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert!(!is_refused_on(&setup, other, slot) && is_refused(&setup, slot));
     drop(lease);
-    setup.pool.commit(other).unwrap();
+    setup.pool.end_step(other).unwrap();
     assert!(is_refused_on(&setup, other, slot));
     let (mut elsewhere, mut workspace) = (Setup::new(1, 1).pool, Workspace::default());
     let [_, elsewhere] = [(); 2].map(|()| elsewhere.add_stream());
@@ -170,9 +170,9 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     setup.finish();
 }
 
-/// Whichever of them leased first, and whichever commits first.
+/// Whichever of them leased first, and whichever ends its step first.
 #[test]
-fn a_commit_closes_the_slots_of_its_own_stream_alone() {
+fn the_end_of_a_step_closes_the_slots_of_its_own_stream_alone() {
     let mut setup = Setup::new(2, 3);
     let streams = [STREAM, setup.pool.add_stream(), setup.pool.add_stream()];
     let id = setup.adding(1.0);
@@ -189,15 +189,18 @@ fn a_commit_closes_the_slots_of_its_own_stream_alone() {
             }
             let stream = ended.stream();
             drop(ended);
-            setup.pool.commit(stream).unwrap();
+            setup.pool.end_step(stream).unwrap();
             for other in streams {
                 assert_eq!(is_refused_on(&setup, other, slot), other != kept.stream(), "{other:?} of {kept:?}");
             }
             let kept_stream = kept.stream();
             drop(kept);
-            streams.iter().filter(|&&other| other != kept_stream).for_each(|&other| setup.pool.commit(other).unwrap());
-            assert!(!is_refused_on(&setup, kept_stream, slot), "steps may follow until the commit");
-            setup.pool.commit(kept_stream).unwrap();
+            streams
+                .iter()
+                .filter(|&&other| other != kept_stream)
+                .for_each(|&other| setup.pool.end_step(other).unwrap());
+            assert!(!is_refused_on(&setup, kept_stream, slot), "operations may follow until the end of the step");
+            setup.pool.end_step(kept_stream).unwrap();
             assert!(streams.iter().all(|&other| is_refused_on(&setup, other, slot)));
         }
     }
@@ -218,14 +221,14 @@ fn an_adapter_is_forgotten_at_once_and_its_memory_returns_with_the_last_lease() 
     assert!(setup.pool.residency(id).is_none() && setup.pool.residencies().is_empty());
     let [first, second] = leases;
     drop(first);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert_eq!(setup.step(&[&second]), [7.0]);
     assert_eq!(setup.pool.snapshot().device_memory.used, BYTES);
     drop(second);
     setup.pool.poll();
-    assert_eq!(setup.pool.snapshot().device_memory.used, BYTES, "launches may follow until the commit");
+    assert_eq!(setup.pool.snapshot().device_memory.used, BYTES, "launches may follow until the end of the step");
     // No other batch has to come.
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.pool.poll();
     let snapshot = setup.pool.snapshot();
     assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used, snapshot.resident), (0, 0, 0));
@@ -245,11 +248,11 @@ fn a_new_version_is_loaded_beside_the_old_one() {
     assert_eq!(setup.step(&[&running, &next]), [1.0, 2.0]);
     assert_eq!([running.cache_namespace(), next.cache_namespace()], [old, new].map(|id| id.cache_namespace()));
     drop(running);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     assert_eq!(setup.pool.snapshot().resident, 1);
     assert_eq!(setup.step(&[&next]), [2.0]);
     drop(next);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.finish();
 }
 
@@ -265,7 +268,7 @@ fn what_is_being_read_can_be_forgotten() {
     setup.finish();
 }
 
-/// Of a stream that used what was in the slot before, no commit is needed for what is in it now.
+/// Of a stream that used what was in the slot before, no step has to end for what is in it now.
 #[test]
 fn a_slot_forgets_the_streams_of_an_adapter_that_has_left() {
     let mut setup = Setup::new(1, 3);
@@ -275,13 +278,14 @@ fn a_slot_forgets_the_streams_of_an_adapter_that_has_left() {
         setup.use_once(id);
     }
     drop(setup.pool.acquire(ids[0], other).unwrap());
-    setup.pool.commit(other).unwrap();
+    setup.pool.end_step(other).unwrap();
     let waits = setup.pool.snapshot().counters.waits;
     assert_eq!(setup.use_once(ids[1]), 2.0);
     assert_eq!(setup.pool.snapshot().counters.waits, waits + 1, "it was not leased while it was copied");
-    let lease = setup.pool.acquire(ids[2], STREAM).expect("every stream that used the second adapter has committed");
+    let lease =
+        setup.pool.acquire(ids[2], STREAM).expect("every stream that used the second adapter has ended its step");
     drop(lease);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.finish();
 }
 
@@ -295,7 +299,7 @@ fn a_pinned_adapter_of_a_batch_counts_once() {
     let leases = setup.prepare(&[ids[1], ids[0], ids[2]]).unwrap();
     assert_eq!(setup.step(&leases.iter().collect::<Vec<_>>()), [2.0, 1.0, 3.0]);
     drop(leases);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     let refused = setup.pool.prepare(&ids[1..], STREAM).unwrap_err();
     assert!(matches!(refused, PoolError::TooLarge { adapters: 3, max: 3, .. }), "{refused}");
     setup.finish();
@@ -319,7 +323,7 @@ fn what_is_unregistered_does_not_count_against_pins() {
     setup.pool.pin(ids[2]).unwrap();
     assert_eq!(setup.step(&[&lease]), [9.0]);
     drop(lease);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     setup.finish();
 }
 
@@ -334,7 +338,7 @@ fn a_forgotten_adapter_is_dropped() {
     ids.iter().for_each(|&id| setup.pool.unregister(id).unwrap());
     assert_eq!(setup.step(&[&lease]), [1.0]);
     drop(lease);
-    setup.pool.commit(STREAM).unwrap();
+    setup.pool.end_step(STREAM).unwrap();
     // A loader may still be about to end its read.
     let end = Instant::now() + Duration::from_secs(30);
     while weak.iter().any(|adapter| adapter.strong_count() > 0) {

@@ -58,7 +58,7 @@ fn a_batch_without_a_slot_or_memory_is_not_read() {
         let snapshot = setup.pool.snapshot();
         assert_eq!((snapshot.waiting, snapshot.reading, snapshot.counters.full), (0, 0, 1));
         drop(lease);
-        setup.pool.commit(StreamId::FIRST).unwrap();
+        setup.pool.end_step(StreamId::FIRST).unwrap();
         setup.finish();
     }
 }
@@ -120,7 +120,7 @@ fn a_prefetch_brings_an_adapter_up() {
     let lease = setup.pool.acquire(id, StreamId::FIRST).unwrap();
     assert_eq!(setup.step(&[&lease]), [5.0]);
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
@@ -147,7 +147,7 @@ fn an_adapter_that_waits_for_the_device_keeps_its_host_memory() {
     let tiers = |setup: &Setup| ids.map(|id| setup.pool.residency(id).unwrap().tier);
     assert_eq!(tiers(&setup), [Tier::Device, Tier::Host, Tier::Source]);
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.pool.poll();
     setup.settle();
     assert_eq!(tiers(&setup), [Tier::Source, Tier::Source, Tier::Device]);
@@ -273,7 +273,7 @@ fn an_adapter_that_waits_is_not_overtaken() {
     let tiers = |setup: &Setup| [large, small].map(|id| setup.pool.residency(id).unwrap().tier);
     assert_eq!(tiers(&setup), [Tier::Host, Tier::Host]);
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     assert_eq!(tiers(&setup), [Tier::Device, Tier::Device]);
     setup.finish();
 }
@@ -292,7 +292,7 @@ fn an_adapter_of_the_last_batch_goes_on_waiting() {
     setup.settle();
     assert_eq!((setup.pool.residency(large).unwrap().tier, setup.pool.snapshot().waiting), (Tier::Host, 1));
     drop(setup.prepare(&batch).unwrap());
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
@@ -379,12 +379,12 @@ fn the_device_is_rearranged_for_a_batch_that_fits() {
     assert_eq!((counters.full, counters.moves), (1, 0));
     assert_eq!(setup.step(&[&held]), [2.0]);
     drop(held);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     let leases = setup.prepare(&[large, small[1]]).unwrap();
     assert_eq!(setup.step(&[&leases[0], &leases[1]]), [4.0, 2.0]);
     assert!(setup.pool.snapshot().counters.moves > 0);
     drop(leases);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
@@ -424,7 +424,7 @@ fn the_pool_alone_changes_its_table() {
     assert_eq!(weights.step(&Batch::new(&slots), &mut workspace).unwrap_err(), OperandError::Pooled);
     assert_eq!(setup.step(&[&lease]), [1.0]);
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
@@ -444,7 +444,7 @@ fn a_snapshot_counts_leased_slots_and_copies() {
     setup.pool.poll();
     assert_eq!(counts(&setup), (3, 1, 1, 0));
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
@@ -467,7 +467,7 @@ fn one_call_says_where_the_adapters_are() {
     assert_eq!((snapshot.leased, snapshot.leases, snapshot.pinned, snapshot.copying), (1, 1, 1, 0));
     assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (2 * BYTES, 3 * BYTES));
     drop(lease);
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 

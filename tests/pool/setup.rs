@@ -100,7 +100,7 @@ impl Setup {
         let lease = self.lease(id);
         let added = self.step(&[&lease])[0];
         drop(lease);
-        self.pool.commit(STREAM).unwrap();
+        self.pool.end_step(STREAM).unwrap();
         added
     }
 
@@ -129,7 +129,7 @@ impl Setup {
             self.pool.unregister(residency.id).unwrap();
         }
         self.settle();
-        self.pool.commit(STREAM).unwrap();
+        self.pool.end_step(STREAM).unwrap();
         let end = self.pool.snapshot();
         let left = (end.adapters, end.resident, end.host, end.leases, end.pinned, end.waiting);
         assert_eq!(left, (0, 0, 0, 0, 0, 0));

@@ -65,7 +65,7 @@ fn an_adapter_in_host_memory_is_copied() {
     assert!(matches!(work, Work::Copy { id, bytes: BLOCK, .. } if id == a), "{work:?}");
     assert_eq!((pool.snapshot().copying, pool.snapshot().counters.waits), (1, 1));
     drop(lease);
-    pool.commit(STREAM).unwrap();
+    pool.end_step(STREAM).unwrap();
     // Nothing has to be released for it.
     assert!(matches!(pool.acquire(b, STREAM), Err(PoolError::Loading { id }) if id == b), "the copy has not ended");
     pool.end(work, TIME);
@@ -78,7 +78,7 @@ fn an_adapter_in_host_memory_is_copied() {
 
 /// Launches of the step may follow the end of a lease.
 #[test]
-fn a_slot_is_free_after_the_commit() {
+fn a_slot_is_free_after_the_step() {
     let (mut pool, [a, b]) = pool(1, 2);
     pool.prefetch(a).unwrap();
     run(&mut pool);
@@ -89,7 +89,7 @@ fn a_slot_is_free_after_the_commit() {
     drop(lease);
     pool.poll();
     assert!(pool.next_work().is_none());
-    pool.commit(STREAM).unwrap();
+    pool.end_step(STREAM).unwrap();
     run(&mut pool);
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Device]);
 }
@@ -120,7 +120,7 @@ fn batches_pins_and_ids_are_those_of_a_pool() {
     assert_eq!(leases[0].slot(), leases[2].slot());
     assert_eq!(pool.residencies().iter().map(|residency| residency.leases).collect::<Vec<_>>(), [1, 2, 0]);
     drop(leases);
-    pool.commit(STREAM).unwrap();
+    pool.end_step(STREAM).unwrap();
 
     pool.pin(a).unwrap();
     assert!(matches!(pool.pin(b), Err(PoolError::Pinned { .. })));

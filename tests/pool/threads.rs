@@ -55,7 +55,7 @@ fn leases_end_on_other_threads() {
             } else {
                 setup.pool.wait(Duration::from_millis(1));
             }
-            setup.pool.commit(StreamId::FIRST).unwrap();
+            setup.pool.end_step(StreamId::FIRST).unwrap();
             if step % 100 == 99 {
                 // A new version of one of them.
                 let at = rng.random_range(0..ids.len());
@@ -67,7 +67,7 @@ fn leases_end_on_other_threads() {
         }
         drop(sender);
     });
-    setup.pool.commit(StreamId::FIRST).unwrap();
+    setup.pool.end_step(StreamId::FIRST).unwrap();
     let counters = setup.pool.snapshot().counters;
     assert!(counters.evictions > 100 && counters.host_evictions > 100, "{counters:?}");
     setup.finish();

@@ -98,7 +98,7 @@ fn directory(criterion: &mut Criterion) {
     });
 }
 
-/// A step's calls of a pool whose adapters are all on the device: `prepare` a batch, drop its leases, `commit`.
+/// A step's calls of a pool whose adapters are all on the device: `prepare` a batch, drop its leases, `end_step`.
 fn pool(criterion: &mut Criterion) {
     const FEATURES: usize = 64;
     const BATCH: usize = 8;
@@ -132,7 +132,7 @@ fn pool(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let leases = pool.prepare(black_box(batches.next().unwrap_or_default()), StreamId::FIRST);
                 drop(leases.expect("all are on the device"));
-                pool.commit(StreamId::FIRST).expect("the stream exists");
+                pool.end_step(StreamId::FIRST).expect("the stream exists");
             });
         });
         assert_eq!(pool.snapshot().counters.misses, 0);

@@ -119,7 +119,7 @@ impl<D: Device, B: Backend<Source = Source>> Pooled<D, B> {
         loop {
             match self.pool.prepare(ids, StreamId::FIRST) {
                 Err(PoolError::Loading { .. } | PoolError::Full) => {
-                    self.pool.commit(StreamId::FIRST)?;
+                    self.pool.end_step(StreamId::FIRST)?;
                     self.pool.wait(WAIT);
                 }
                 leases => return leases,
@@ -152,7 +152,7 @@ impl<D: Device, B: Backend<Source = Source>> Batches<D> for Pooled<D, B> {
 
     fn finish(&mut self, batch: Batch) -> Result<()> {
         drop(batch.leases);
-        Ok(self.pool.commit(StreamId::FIRST)?)
+        Ok(self.pool.end_step(StreamId::FIRST)?)
     }
 
     fn slots(&self) -> Slots<'_, D> {

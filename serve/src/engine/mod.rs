@@ -175,7 +175,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         if !has_tokens || self.is_idle() {
             self.read = None;
         }
-        // The leases of requests that have ended are given back before the commit, so that their slots can be used in the next step.
+        // The leases of requests that have ended are given back before the end of the step, so that their slots can be used in the next step.
         self.settle()?;
         Ok(is_working)
     }
@@ -222,7 +222,7 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
     pub(crate) fn settle(&mut self) -> Result<()> {
-        self.pool.commit()
+        self.pool.end_step()
     }
 
     /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being read.

@@ -33,7 +33,7 @@ pub(crate) trait Pool {
     }
 
     fn acquire(&mut self, id: AdapterId) -> Result<Lease, PoolError>;
-    fn commit(&mut self) -> error::Result<()>;
+    fn end_step(&mut self) -> error::Result<()>;
     fn wait(&mut self, timeout: Duration) -> bool;
     fn snapshot(&self) -> Snapshot;
 }
@@ -114,8 +114,8 @@ impl<B: Backend<Source = Source>> Pool for AdapterPool<B> {
         Ok(Lease::new(lease.slot(), lease))
     }
 
-    fn commit(&mut self) -> error::Result<()> {
-        Ok(self.commit(StreamId::FIRST)?)
+    fn end_step(&mut self) -> error::Result<()> {
+        Ok(self.end_step(StreamId::FIRST)?)
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {

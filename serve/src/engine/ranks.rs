@@ -50,7 +50,7 @@ pub(crate) enum Change {
     Retry(u64),
     Acquire(u64),
     Release(u64),
-    Commit,
+    EndStep,
     Wait(Duration),
 }
 
@@ -114,7 +114,7 @@ impl<D: Capture> RankPool<D> {
         Slots::Ranks(&self.pool)
     }
 
-    /// Does what all ranks do, with the same result. If they cannot go on, the next commit returns an error.
+    /// Does what all ranks do, with the same result. If they cannot go on, the next end of a step returns an error.
     fn carry_out(&mut self, change: Change) -> result::Result<(), PoolError> {
         match change {
             Change::Load(source) => drop(self.load(source)),
@@ -123,7 +123,7 @@ impl<D: Capture> RankPool<D> {
             Change::Retry(number) => drop(self.id(number).map(|id| self.pool.retry(id))),
             Change::Acquire(number) => drop(self.id(number).map(|id| self.acquire(id))),
             Change::Release(number) => drop(self.leases.remove(&number)),
-            Change::Commit => return self.pool.commit(StreamId::FIRST),
+            Change::EndStep => return self.pool.end_step(StreamId::FIRST),
             Change::Wait(timeout) => {
                 self.pool.wait(timeout);
             }
@@ -243,13 +243,13 @@ impl<D: Capture> Pool for PoolOfRanks<D> {
                 let slot = self.own.leases[&number].slot();
                 Ok(Lease::new(slot, self.hold(Change::Release(number))))
             }
-            // The next commit says why the ranks cannot go on.
+            // The next end of a step says why the ranks cannot go on.
             Err(PoolError::Load(_)) => Err(PoolError::Full),
             Err(error) => Err(error),
         }
     }
 
-    fn commit(&mut self) -> Result<()> {
+    fn end_step(&mut self) -> Result<()> {
         while let Ok(change) = self.changes.try_recv() {
             if let Change::Unload(number) = change {
                 self.numbers.retain(|_, other| *other != number);
@@ -257,8 +257,8 @@ impl<D: Capture> Pool for PoolOfRanks<D> {
             self.tell(change.clone());
             self.own.carry_out(change)?;
         }
-        self.tell(Change::Commit);
-        Ok(self.own.pool.commit(StreamId::FIRST)?)
+        self.tell(Change::EndStep);
+        Ok(self.own.pool.end_step(StreamId::FIRST)?)
     }
 
     fn wait(&mut self, timeout: Duration) -> bool {

@@ -213,7 +213,7 @@ impl Engine {
                 self.admission.preempt(&id).unwrap();
             }
         }
-        self.pool.commit(STREAM).unwrap();
+        self.pool.end_step(STREAM).unwrap();
         self.now += Duration::from_millis(1);
     }
 }

@@ -19,7 +19,7 @@ impl WeightTable {
         slots.changing(&mut blocks, index, || {
             queue.stream().wait(&content.copied)?;
             let row = self.shared.row(index);
-            // SAFETY: the block ends with a row of this table's length, and is not overwritten before a commit of the stream.
+            // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step of the stream.
             unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(())
         })?;

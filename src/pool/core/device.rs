@@ -9,15 +9,15 @@ use crate::{
 
 /// The slots and the arena of the device.
 ///
-/// Memory may be overwritten after a commit, on every stream that it was leased for, since its last lease ended. A slot that meets
+/// Memory may be overwritten after the end of a step, on every stream that it was leased for, since its last lease ended. A slot that meets
 /// this condition is *idle*. Its launches have been enqueued then, but may not have run: the copy waits for them.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(super) blocks: Blocks,
     slots: Vec<Place>,
-    /// Commits so far, by stream.
-    commits: Vec<u64>,
-    /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after its last commit.
+    /// Steps that have ended, by stream.
+    ended: Vec<u64>,
+    /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after the last end of a step.
     open: Vec<Vec<usize>>,
     copies: u64,
     pub(super) rules: Rules,
@@ -48,8 +48,8 @@ struct Use {
     leases: usize,
     /// Whether it has been leased since the slot was idle.
     leased: bool,
-    /// The commit that ends its last use; 0 if it was not used.
-    commit: u64,
+    /// The step that ends its last use, counted from 1; 0 if it was not used.
+    end: u64,
     /// Whether steps may use it.
     is_open: bool,
 }
@@ -78,7 +78,7 @@ impl Device {
         Ok(Self {
             blocks: Blocks::new("the arena's bytes", arena_bytes)?,
             slots: (0..num_slots).map(|_| Place::default()).collect(),
-            commits: Vec::new(),
+            ended: Vec::new(),
             open: Vec::new(),
             copies: 0,
             rules: Rules::default(),
@@ -86,15 +86,15 @@ impl Device {
     }
 
     pub(super) fn add_stream(&mut self) -> StreamId {
-        let stream = StreamId(self.commits.len());
-        self.commits.push(0);
+        let stream = StreamId(self.ended.len());
+        self.ended.push(0);
         self.open.push(Vec::new());
         self.slots.iter_mut().for_each(|place| place.uses.push(Use::default()));
         stream
     }
 
     pub(super) fn num_streams(&self) -> usize {
-        self.commits.len()
+        self.ended.len()
     }
 
     pub(super) fn has_stream(&self, stream: StreamId) -> bool {
@@ -106,8 +106,8 @@ impl Device {
     }
 
     /// Takes note of the end of a step's launches. Later steps of the stream may not use slots whose leases have ended.
-    pub(super) fn commit(&mut self, stream: StreamId) {
-        self.commits[stream.0] += 1;
+    pub(super) fn end_step(&mut self, stream: StreamId) {
+        self.ended[stream.0] += 1;
         let Self { open, slots, rules, .. } = self;
         open[stream.0].retain(|&slot| {
             let usage = &mut slots[slot].uses[stream.0];
@@ -154,10 +154,10 @@ impl Device {
         content.leases -= 1;
         place.uses[stream.0].leases -= 1;
         if content.leases == 0 {
-            let next = u64::from(self.rules.holds(Rule::Commit));
+            let next = u64::from(self.rules.holds(Rule::EndStep));
             let streams = if self.rules.holds(Rule::EveryStream) { usize::MAX } else { 1 };
-            let leased = place.uses.iter_mut().zip(&self.commits).filter(|(usage, _)| usage.leased);
-            leased.take(streams).for_each(|(usage, commits)| usage.commit = commits + next);
+            let leased = place.uses.iter_mut().zip(&self.ended).filter(|(usage, _)| usage.leased);
+            leased.take(streams).for_each(|(usage, ended)| usage.end = ended + next);
         }
     }
 
@@ -170,7 +170,7 @@ impl Device {
     fn is_unused(&self, slot: usize) -> bool {
         let Place { content: Some(content), uses } = &self.slots[slot] else { return false };
         let is_released = content.leases == 0 || !self.rules.holds(Rule::Leases);
-        is_released && uses.iter().zip(&self.commits).all(|(usage, &commits)| commits >= usage.commit)
+        is_released && uses.iter().zip(&self.ended).all(|(usage, &ended)| ended >= usage.end)
     }
 
     /// Whether nothing on the device is in use.

@@ -67,7 +67,7 @@ fn launch(core: &mut Core, world: &mut TestDevice, id: AdapterId) {
     world.point(&[granted], StreamId::FIRST).unwrap();
     world.launch(StreamId::FIRST, granted.slot, id);
     core.release(granted.slot, StreamId::FIRST);
-    core.commit(StreamId::FIRST, world).unwrap();
+    core.end_step(StreamId::FIRST, world).unwrap();
     run(core, world);
     assert_eq!(world.wrong, None);
 }
@@ -182,7 +182,7 @@ fn a_batch_keeps_what_it_has_in_host_memory() {
     assert_eq!(tier(&core, batch[0]), Tier::Host, "the slots are leased");
     granted.into_iter().for_each(|granted| core.release(granted.slot, StreamId::FIRST));
     world.is_capturing = true;
-    core.commit(StreamId::FIRST, &mut world).unwrap();
+    core.end_step(StreamId::FIRST, &mut world).unwrap();
     for _ in 0..2 {
         let refused = core.prepare(&batch, StreamId::FIRST, &mut world);
         assert!(matches!(refused, Err(PoolError::Loading { id }) if id == batch[1]), "{refused:?}");

@@ -186,7 +186,7 @@ impl Core {
         self.device.has_stream(stream)
     }
 
-    /// Steps of the stream may use the slot of a lease from now on, until the commit that follows its last one.
+    /// Steps of the stream may use the slot of a lease from now on, until the end of a step that follows its last one.
     pub(crate) fn open(&mut self, slot: usize, stream: StreamId) {
         self.device.open(slot, stream);
     }
@@ -207,11 +207,11 @@ impl Core {
     }
 
     /// Takes note of the end of a step's launches on a stream.
-    pub(crate) fn commit(&mut self, stream: StreamId, backend: &mut impl Backend) -> Result<(), PoolError> {
+    pub(crate) fn end_step(&mut self, stream: StreamId, backend: &mut impl Backend) -> Result<(), PoolError> {
         if !self.device.has_stream(stream) {
             return Err(PoolError::NoSuchStream { stream });
         }
-        self.device.commit(stream);
+        self.device.end_step(stream);
         self.poll(backend);
         Ok(())
     }

@@ -5,13 +5,13 @@
 pub(crate) enum Rule {
     /// A leased slot is not overwritten.
     Leases,
-    /// Launches may follow the end of a lease until the next commit.
-    Commit,
+    /// Launches may follow the end of a lease until the next end of a step.
+    EndStep,
     /// So they may on every stream that the slot was leased for.
     EveryStream,
     /// A block is not overwritten while it is being copied to.
     Copying,
-    /// Steps may not use a slot after the commit that follows the last lease of their stream.
+    /// Steps may not use a slot after the end of a step that follows the last lease of their stream.
     Close,
     /// A host block is not overwritten while it is being copied from.
     Source,

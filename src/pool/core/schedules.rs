@@ -42,7 +42,7 @@ struct Uses {
     number: u64,
     /// Streams that it was leased for since it was idle.
     streams: BTreeSet<StreamId>,
-    /// Those that have not committed since its last lease ended.
+    /// Those of which no step has ended since its last lease did.
     waits_for: BTreeSet<StreamId>,
 }
 
@@ -119,7 +119,7 @@ struct Schedule<W: Worlds> {
     /// Loads that have not ended.
     loads: Vec<Load>,
     held: Vec<Held>,
-    /// Leases that ended since the last commit of their stream: launches may follow.
+    /// Leases that ended since the last end of a step of their stream: launches may follow.
     ended: Vec<Held>,
     /// Of adapters that have been leased.
     uses: BTreeMap<AdapterId, Uses>,
@@ -232,7 +232,7 @@ impl<W: Worlds> Schedule<W> {
             35..50 => self.end_lease(),
             50..64 => {
                 let stream = self.any_stream();
-                self.commit(stream);
+                self.end_step(stream);
             }
             64..67 => self.launch_without_lease(),
             67..78 => self.read(),
@@ -343,7 +343,7 @@ impl<W: Worlds> Schedule<W> {
         }
     }
 
-    /// Launches a kernel of a lease, which may have ended since its stream's last commit.
+    /// Launches a kernel of a lease, which may have ended since the last end of a step of its stream.
     fn launch(&mut self) {
         let leases = self.held.iter().chain(&self.ended);
         if let Some(&Held { id, slot, stream }) = leases.choose(&mut self.rng) {
@@ -372,8 +372,8 @@ impl<W: Worlds> Schedule<W> {
         }
     }
 
-    fn commit(&mut self, stream: StreamId) {
-        self.pool.core.commit(stream, &mut self.pool.backend).unwrap();
+    fn end_step(&mut self, stream: StreamId) {
+        self.pool.core.end_step(stream, &mut self.pool.backend).unwrap();
         self.ended.retain(|held| held.stream != stream);
         self.uses.values_mut().for_each(|uses| uses.waits_for.retain(|&other| other != stream));
     }
@@ -432,7 +432,7 @@ impl<W: Worlds> Schedule<W> {
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
-        // Steps may use the slots of leases, and of those that ended since the last commit of their stream. No others.
+        // Steps may use the slots of leases, and of those that ended since the last end of a step of their stream. No others.
         for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
                 |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot));
@@ -574,7 +574,7 @@ impl<W: Worlds> Schedule<W> {
     /// Runs everything to its end.
     fn settle(&mut self) -> Result<(), String> {
         for stream in 0..self.num_streams {
-            self.commit(StreamId(stream));
+            self.end_step(StreamId(stream));
         }
         // What one rank hears of another's failed read takes another round.
         let mut rounds = 0;
@@ -627,7 +627,7 @@ fn no_kernel_of_a_rank_reads_a_wrong_adapter() {
 fn every_rule_is_needed() {
     let rules = [
         Rule::Leases,
-        Rule::Commit,
+        Rule::EndStep,
         Rule::EveryStream,
         Rule::Copying,
         Rule::Source,

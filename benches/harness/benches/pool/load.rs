@@ -81,7 +81,7 @@ fn time(gpu: &Gpu, pool: &mut AdapterPool, id: AdapterId) -> Result<f64> {
     gpu.synchronize()?;
     let us = start.elapsed().as_secs_f64() * 1e6;
     drop(leases);
-    pool.commit(StreamId::FIRST)?;
+    pool.end_step(StreamId::FIRST)?;
     Ok(us)
 }
 

@@ -6,7 +6,7 @@
 //! | module | measures |
 //! |---|---|
 //! | [`load`] | the time of a load to the device, from the host tier, from tensors in memory and from files, against a plain copy |
-//! | [`steps`] | the time on the host of a step's leases and commit, by the number of resident adapters |
+//! | [`steps`] | the time on the host of a step's leases and its end, by the number of resident adapters |
 //! | [`packing`] | the time to pack factors in device memory into a slot, against a plain copy on the device |
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |

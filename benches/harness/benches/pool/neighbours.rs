@@ -70,10 +70,10 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     let weights = pool.weights(StreamId::FIRST).ok_or("the pool has no stream")?.clone();
     let slots: Vec<Slot> = leases.iter().map(Lease::slot).collect();
     let mut graph = Captured::new(gpu, &weights, &linears, slots)?;
-    pool.commit(StreamId::FIRST)?;
+    pool.end_step(StreamId::FIRST)?;
     for &id in &ring {
         drop(lease(&mut pool, &[id])?);
-        pool.commit(StreamId::FIRST)?;
+        pool.end_step(StreamId::FIRST)?;
     }
     let pool = Mutex::new(pool);
     let (replayed, batch, workspace) = graph.start()?;
@@ -91,7 +91,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
         }
     }
     drop(leases);
-    locked(&pool).commit(StreamId::FIRST)?;
+    locked(&pool).end_step(StreamId::FIRST)?;
     figures.replays.extend(measured.map(|(beside, measured)| measured.figures(beside)));
     Ok(())
 }

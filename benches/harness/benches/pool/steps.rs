@@ -1,4 +1,4 @@
-//! The time on the host of a step's leases and commit, while all its adapters are on the device.
+//! The time on the host of a step's leases and its end, while all its adapters are on the device.
 
 use std::{sync::Arc, time::Instant};
 
@@ -37,7 +37,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
         // The first lease of an adapter on a stream is followed by a copy of its descriptors.
         for &id in &ids {
             drop(lease(&mut pool, &[id])?);
-            pool.commit(StreamId::FIRST)?;
+            pool.end_step(StreamId::FIRST)?;
         }
         gpu.synchronize()?;
         pool.poll();
@@ -74,5 +74,5 @@ fn step(pool: &mut AdapterPool, batch: &[AdapterId]) -> Result<()> {
         [id] => drop(pool.acquire(*id, StreamId::FIRST)?),
         ids => drop(pool.prepare(ids, StreamId::FIRST)?),
     }
-    Ok(pool.commit(StreamId::FIRST)?)
+    Ok(pool.end_step(StreamId::FIRST)?)
 }

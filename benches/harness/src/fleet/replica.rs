@@ -160,6 +160,6 @@ impl Server for Replica {
     }
 
     fn end_step(&mut self) {
-        self.pool.commit(StreamId::FIRST).expect("every pool has its first stream");
+        self.pool.end_step(StreamId::FIRST).expect("every pool has its first stream");
     }
 }

@@ -95,7 +95,7 @@ impl Times {
     }
 }
 
-/// Time on the host of one step's leases and commit.
+/// Time on the host of one step's leases and its end.
 #[derive(Debug, Deserialize, Serialize)]
 pub struct StepCost {
     /// Adapters on the device.
