@@ -13,7 +13,7 @@ pub enum GroupError {
     /// [`prepare`](super::Group::prepare). The group cannot be used again: make one with a new channel.
     #[error("the ranks of the group are not connected: {0}")]
     Channel(ChannelError),
-    /// The ranks called different operations, or gave different slots or versions. This rank's table is unchanged.
+    /// The ranks called different operations, or gave different slots or fingerprints. This rank's table is unchanged.
     #[error("the ranks disagree: {}", List(.ranks))]
     Disagreement {
         /// What each rank does, by rank.

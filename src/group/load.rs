@@ -93,11 +93,11 @@ impl<R: Ranks, T: Table> Group<R, T> {
     /// Opens an adapter, plans this rank's part, reserves its memory and writes it. Returns when all ranks have done so. The slot is
     /// unchanged until [`commit`](Self::commit), and may hold an adapter, which keeps serving.
     ///
-    /// `version` is a number by which all ranks know the adapter, such as a hash of its name and revision. An
+    /// `fingerprint` is a number by which all ranks know the adapter, such as a hash of its name and revision. An
     /// [`AdapterId`](crate::pool::AdapterId) is none, because processes count them separately.
     ///
     /// # Errors
-    /// [`GroupError::Refused`] if any rank failed, [`GroupError::Disagreement`] if the ranks gave different slots or versions, or
+    /// [`GroupError::Refused`] if any rank failed, [`GroupError::Disagreement`] if the ranks gave different slots or fingerprints, or
     /// [`GroupError::Channel`].
     ///
     /// # Panics
@@ -105,7 +105,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
     pub fn prepare<A: Borrow<Adapter>>(
         &mut self,
         slot: Slot,
-        version: u64,
+        fingerprint: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
     ) -> Result<Prepared<T>, GroupError> {
         if let Some(broken) = &self.broken {
@@ -121,7 +121,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
             phase = Phase::Fill;
             table.fill(reservation, &image)
         });
-        let ready = Verdict::ready(slot, version);
+        let ready = Verdict::ready(slot, fingerprint);
         let verdicts =
             self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase, can_hold), |_| ready.clone()));
         let own = match own {
@@ -180,10 +180,10 @@ impl<R: Ranks, T: Table> Group<R, T> {
     pub fn load<A: Borrow<Adapter>>(
         &mut self,
         slot: Slot,
-        version: u64,
+        fingerprint: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
     ) -> Result<Resident, GroupError> {
-        let prepared = self.prepare(slot, version, open)?;
+        let prepared = self.prepare(slot, fingerprint, open)?;
         self.commit(prepared)
     }
 

@@ -21,7 +21,7 @@ pub(super) enum Verdict {
     /// The adapter is ready to be committed.
     Ready {
         slot: i32,
-        version: u64,
+        fingerprint: u64,
     },
     Committed,
     Failed {
@@ -32,8 +32,8 @@ pub(super) enum Verdict {
 }
 
 impl Verdict {
-    pub(super) fn ready(slot: Slot, version: u64) -> Self {
-        Self::Ready { slot: bytemuck::cast(slot), version }
+    pub(super) fn ready(slot: Slot, fingerprint: u64) -> Self {
+        Self::Ready { slot: bytemuck::cast(slot), fingerprint }
     }
 
     /// A failure. A long reason is cut off.
@@ -85,8 +85,12 @@ impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Free(_) => f.write_str("chooses a slot"),
-            Self::Ready { slot, version } => {
-                write!(f, "loads version {version} into {}", bytemuck::cast::<i32, Slot>(*slot))
+            Self::Ready { slot, fingerprint } => {
+                write!(
+                    f,
+                    "loads the adapter with fingerprint {fingerprint} into {}",
+                    bytemuck::cast::<i32, Slot>(*slot)
+                )
             }
             Self::Committed => f.write_str("has committed"),
             Self::Failed { phase, reason, .. } => write!(f, "could not {phase}: {reason}"),

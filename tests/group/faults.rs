@@ -151,7 +151,7 @@ impl Expected {
     }
 }
 
-/// Loads version 1 on a rank with a fault, over an adapter that adds 7. Returns its group, unless it goes.
+/// Loads the adapter with fingerprint 1 on a rank with a fault, over an adapter that adds 7. Returns its group, unless it goes.
 fn load(
     world: &World,
     ranks: InProcess,

@@ -5,7 +5,7 @@
 //! | mistake | test |
 //! |---|---|
 //! | one rank loads, another fails, and the group computes with both or hangs | `faults::*`, `refusals::*` |
-//! | ranks choose different slots | `refusals::slots_and_versions_that_differ`, `slots::*` |
+//! | ranks choose different slots | `refusals::slots_and_fingerprints_that_differ`, `slots::*` |
 //! | ranks evict different adapters, or one evicts what another's requests use | `pool::*` |
 //! | a failed reload leaves no adapter | `faults::all_or_nothing` |
 //! | a dead rank blocks the others for ever | `channel::*` |

@@ -129,12 +129,13 @@ fn slots_that_do_not_exist() {
 }
 
 #[test]
-fn slots_and_versions_that_differ() {
+fn slots_and_fingerprints_that_differ() {
     let world = World::new(3);
     let (tables, adapter) = (world.serving(), world.adapter(|_| 9.0));
-    let of = |rank, slot, version| format!("rank {rank} loads version {version} into {slot}");
-    for (odd, slot, version) in [(0, Slot::new(0), 1), (2, SLOT, 2)] {
-        let choice = |rank| if rank == odd { (slot, version) } else { (SLOT, 1) };
+    let of =
+        |rank, slot, fingerprint| format!("rank {rank} loads the adapter with fingerprint {fingerprint} into {slot}");
+    for (odd, slot, fingerprint) in [(0, Slot::new(0), 1), (2, SLOT, 2)] {
+        let choice = |rank| if rank == odd { (slot, fingerprint) } else { (SLOT, 1) };
         let errors = each_group(&tables, |rank, mut group| {
             group.load(choice(rank).0, choice(rank).1, || Ok(&adapter)).unwrap_err()
         });
@@ -159,7 +160,7 @@ fn different_operations() {
     });
     for error in errors {
         let GroupError::Disagreement { ranks } = &error else { panic!("{error}") };
-        assert_eq!(*ranks, ["rank 0 chooses a slot", "rank 1 loads version 1 into slot 1"]);
+        assert_eq!(*ranks, ["rank 0 chooses a slot", "rank 1 loads the adapter with fingerprint 1 into slot 1"]);
     }
     unchanged(&world, &tables);
 }
