@@ -28,7 +28,7 @@ use aril::{
     adapter::{Adapter, Tensor},
     model::TpRank,
     plan::{Capacity, MAX_FORWARD_TOKENS},
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
+    pool::{AdapterId, Lease, Load, PoolConfig, PoolError, Source, StreamId},
 };
 use clap::Parser;
 use cudarc::{
@@ -704,7 +704,7 @@ fn measure_host(
     let mut receivers = Vec::new();
     for index in 0..batch {
         let request = Request {
-            adapter: adapters.get(index % adapters.len().max(1)).copied(),
+            adapter: adapters.get(index % adapters.len().max(1)).map(Load::id),
             prompt: vec![u32::try_from(index)?; PROMPT],
             max_tokens,
             stop_tokens: Vec::new(),
