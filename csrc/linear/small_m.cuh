@@ -15,17 +15,16 @@
 namespace aril::detail {
 
 // Blocks on a multiprocessor, as far as registers allow. In f16 both terms of B take registers.
-template <typename T>
-constexpr int small_m_blocks(bool staged) {
+template <typename T, bool kStaged>
+constexpr int small_m_blocks =
 #if __CUDA_ARCH__ >= 900
-  return staged && std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
+    kStaged && std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 #else
-  return 2;
+    2;
 #endif
-}
 
 template <typename T, bool kStaged, bool kTakesTurns>
-__global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
+__global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T, kStaged>)
     small_m_kernel(const __grid_constant__ aril_linear_args p,
                    const __grid_constant__ SmallMGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -71,9 +70,10 @@ __global__ void __launch_bounds__(kSmallMThreads, small_m_blocks<T>(kStaged))
         fence_async_proxy();
         __syncthreads();
       }
-      // Turns take registers. Where a second unit's y does not fit beside them, it would be stored
-      // in local memory.
-      small_m_expand<T, kStaged, kTakesTurns ? 1 : 2>(
+      // Turns take registers: with three blocks on a multiprocessor, a second unit's y would be in
+      // local memory.
+      constexpr bool kHasFew = kTakesTurns && small_m_blocks<T, kStaged> > 2;
+      small_m_expand<T, kStaged, kHasFew ? 1 : 2>(
           tile.count, [&](int) { return row.expand_row(tile, module, p); }, module, outs, shared,
           [&] {
             return MailboxSums(p.mailbox, PartialLayout(p), grid.slabs, grid.apart, slice, epoch);
