@@ -18,7 +18,7 @@ use aril::{
 
 use crate::{
     common::adapters::{tensor, write, write_sharded},
-    setup::{BYTES, FEATURES, Setup, adding, from_handle},
+    setup::{BYTES, FEATURES, Setup, adding, from_handle, slow},
 };
 
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -172,23 +172,12 @@ fn a_loader_that_panics_fails_one_adapter() {
     setup.finish();
 }
 
-/// Weights that are only there once a lock is free.
-struct Slow(Vec<u8>, Arc<Mutex<()>>);
-
-impl AsRef<[u8]> for Slow {
-    fn as_ref(&self) -> &[u8] {
-        drop(self.1.lock().unwrap());
-        &self.0
-    }
-}
-
 /// An adapter whose read takes long does not delay those of the other loader, whatever threads wait for it.
 #[test]
 fn a_slow_read_delays_no_other() {
     let mut setup = Setup::with(3, PoolConfig::arena_bytes(3 * BYTES).loaders(2).packers(1));
     let lock = Arc::new(Mutex::new(()));
-    let ones = bytemuck::cast_slice(&[1.0_f32; FEATURES]).to_vec();
-    let slow = setup.memory(from_handle(Slow(ones, Arc::clone(&lock))));
+    let slow = setup.memory(slow(&lock));
     let others = [1.0, 2.0].map(|value| setup.adding(value));
     let held = lock.lock().unwrap();
     setup.pool.prefetch(slow).unwrap();

@@ -1,6 +1,7 @@
 //! Which adapters are on the device and in host memory.
 
 use std::{
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -17,7 +18,7 @@ use aril::{
 
 use crate::{
     common::adapters::{Lora, parts, write},
-    setup::{BYTES, Setup, adapter, model},
+    setup::{BYTES, Setup, adapter, model, slow},
 };
 
 #[test]
@@ -339,10 +340,13 @@ fn an_adapter_may_be_smaller_than_its_bound() {
 fn a_load_is_waited_for_by_its_handle() {
     const LIMIT: Duration = Duration::from_secs(30);
     let mut setup = Setup::new(2, 2);
-    let ids = [1.0, 2.0, 3.0].map(|value| setup.adding(value));
+    let lock = Arc::new(Mutex::new(()));
+    let ids = [slow(&lock), adapter(8, 2.0), adapter(8, 3.0)].map(|adapter| setup.memory(adapter));
     // A batch that is refused has started it. A prefetch joins it.
+    let held = lock.lock().unwrap();
     assert!(matches!(setup.pool.prepare(&ids[..1], StreamId::FIRST), Err(PoolError::Loading { .. })));
     let [asked, joined] = [setup.pool.loading(ids[0]).unwrap(), setup.pool.prefetch(ids[0]).unwrap()];
+    drop(held);
     // It waits through the ends of others.
     let others = [ids[1], ids[2]].map(|id| setup.pool.prefetch(id).unwrap());
     for load in others.iter().rev().chain([&asked]) {
@@ -352,12 +356,14 @@ fn a_load_is_waited_for_by_its_handle() {
     // One that is there has ended at once.
     assert!(setup.pool.prefetch(ids[2]).unwrap().has_ended().unwrap());
     // A version that is unregistered, and another one of the same adapter.
-    let gone = setup.adding(4.0);
+    let gone = setup.memory(slow(&lock));
+    let held = lock.lock().unwrap();
     let load = setup.pool.prefetch(gone).unwrap();
     setup.pool.unregister(gone).unwrap();
     assert!(setup.pool.loading(gone).is_none());
     let ended = setup.pool.wait_for(&load, LIMIT);
     assert!(matches!(ended, Err(PoolError::Unknown { id }) if id == gone), "{ended:?}");
+    drop(held);
     ids.iter().for_each(|&id| setup.pool.unregister(id).unwrap());
     assert!(asked.has_ended().unwrap(), "the load had ended before");
     setup.finish();

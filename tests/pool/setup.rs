@@ -1,6 +1,10 @@
 //! A pool of adapters that add a number to every output, which identifies them.
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use aril::{
     DType, Slot,
@@ -39,6 +43,20 @@ pub fn adding(rank: usize, value: f32) -> Parts {
 pub fn adapter(rank: usize, value: f32) -> Arc<Adapter> {
     let (config, tensors) = adding(rank, value);
     Arc::new(Adapter::from_tensors(&config, tensors).unwrap())
+}
+
+/// An adapter whose weights, all ones, are only there once a lock is free.
+pub fn slow(lock: &Arc<Mutex<()>>) -> Arc<Adapter> {
+    struct Slow(Vec<u8>, Arc<Mutex<()>>);
+
+    impl AsRef<[u8]> for Slow {
+        fn as_ref(&self) -> &[u8] {
+            drop(self.1.lock().unwrap());
+            &self.0
+        }
+    }
+
+    from_handle(Slow(bytemuck::cast_slice(&[1.0_f32; FEATURES]).to_vec(), Arc::clone(lock)))
 }
 
 /// An adapter whose weights come from this handle, `[FEATURES]` ones for each factor of rank 1.
