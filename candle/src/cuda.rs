@@ -124,8 +124,8 @@ impl Cuda {
             bail!("the step's batch was refused")
         };
         let stream = self.queue.stream();
-        let mut devices = y.iter().map(|(y, _)| y.device()).chain([x.device()]);
-        if devices.any(|device| device.cuda_stream() != *stream) {
+        let is_elsewhere = |storage: &CudaStorage| storage.device().cuda_stream() != *stream;
+        if is_elsewhere(x) || y.iter().any(|(y, _)| is_elsewhere(y)) {
             bail!("an operand is on another device than the adapters")
         }
         let (x, _x_used) = x.as_cuda_slice::<T>()?.device_ptr(stream);
