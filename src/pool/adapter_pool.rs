@@ -1,5 +1,5 @@
 use std::{
-    fmt, mem,
+    fmt,
     sync::mpsc::{Receiver, Sender, channel},
     time::Duration,
 };
@@ -338,10 +338,8 @@ impl<B: Backend> AdapterPool<B> {
     fn notice(&mut self) {
         self.notice_drops();
         self.notice_ends(None);
-        let (loads, ended): (Vec<_>, Vec<_>) = mem::take(&mut self.loads)
-            .into_iter()
-            .partition(|(version, _)| matches!(version.load().has_ended(), Ok(false)));
-        self.loads = loads;
+        let has_ended = |(version, _): &mut (Version, Then)| !matches!(version.load().has_ended(), Ok(false));
+        let ended: Vec<_> = self.loads.extract_if(.., has_ended).collect();
         if !ended.is_empty() {
             ended.into_iter().for_each(|(version, then)| then(version.loaded()));
             self.notice_drops();

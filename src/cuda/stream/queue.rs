@@ -60,6 +60,8 @@ impl Queue {
     pub unsafe fn from_raw(kernels: &Kernels, stream: raw::Stream) -> Result<Self, LaunchError> {
         let context = kernels.primary_context()?;
         let stream: CUstream = stream.as_raw().cast();
+        // Names the stand-in with every cudarc, so that none of them makes it dead code.
+        let _ = <CudaContext as WrapStream>::wrap_borrowed_stream;
         // SAFETY: the caller's obligations.
         let wrapped = unsafe { context.wrap_borrowed_stream(stream) };
         if wrapped.cu_stream() == stream { Self::new(kernels, &wrapped) } else { Err(LaunchError::OldCudarc) }
@@ -148,6 +150,3 @@ impl WrapStream for CudaContext {
         self.default_stream()
     }
 }
-
-// Uses the trait with every cudarc, so that none of them warns of dead code.
-const _: unsafe fn(&Arc<CudaContext>, CUstream) -> Arc<CudaStream> = <CudaContext as WrapStream>::wrap_borrowed_stream;
