@@ -71,15 +71,19 @@ fn pack(criterion: &mut Criterion) {
     }
 }
 
-/// An adapter of all layers from a directory in the page cache to the host tier of a pool, whose memory is allocated for each load: checking
-/// the directory, and reading and packing it.
+/// Adapters from a directory in the page cache to the host tier of a pool, whose memory is allocated for each load: checking the directory,
+/// and reading and packing it. Of the linear layers of Qwen3-8B, and of the experts of eight layers of Qwen3-30B-A3B.
 fn directory(criterion: &mut Criterion) {
-    let layers = Layers::qwen3_8b(QWEN3_LAYERS);
+    directory_of(criterion, "directory", Layers::qwen3_8b(QWEN3_LAYERS));
+    directory_of(criterion, "directory-of-experts", Layers::qwen3_30b_a3b(8));
+}
+
+fn directory_of(criterion: &mut Criterion, name: &str, layers: Layers) {
     let (model, _) = layers.model().expect("it is a model");
     let dir = tempfile::tempdir().expect("there is a temporary folder");
     layers.write(RANK, &Noise::new(1, SMALL, 0.02), dir.path()).expect("the folder can be written");
     let check = || Source::directory(dir.path(), &model, DType::BF16).expect("it is an adapter");
-    let mut group = criterion.benchmark_group("directory");
+    let mut group = criterion.benchmark_group(name);
     group.bench_function("check", |bencher| bencher.iter(check));
     let source = check();
     let bytes = source.bytes();

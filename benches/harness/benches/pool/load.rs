@@ -13,7 +13,7 @@ use aril_bench::{
     data::SMALL,
     device::Gpu,
     noise::Noise,
-    pool::{Figures, LAYERS, Layers, Load},
+    pool::{EXPERT_LAYERS, Figures, LAYERS, Layers, Load},
     report::median,
 };
 
@@ -23,9 +23,15 @@ const RANK: usize = 16;
 const COPIES: usize = 40;
 const READS: usize = 10;
 
-/// Adapters of rank 16 of Qwen3-8B. The pool's device holds one, so that each load evicts the one before.
+/// Adapters of rank 16: of the linear layers of Qwen3-8B, and of the experts of Qwen3-30B-A3B.
 pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
-    let (layers, noise) = (Layers::qwen3_8b(LAYERS), Noise::new(1, SMALL, 0.02));
+    measure_of(Layers::qwen3_8b(LAYERS), "", gpu, figures)?;
+    measure_of(Layers::qwen3_30b_a3b(EXPERT_LAYERS), ", experts", gpu, figures)
+}
+
+/// The pool's device holds one adapter, so that each load evicts the one before.
+fn measure_of(layers: Layers, of: &str, gpu: &Gpu, figures: &mut Figures) -> Result<()> {
+    let noise = Noise::new(1, SMALL, 0.02);
     let (model, _) = layers.model()?;
     let dir = tempfile::tempdir()?;
     layers.write(RANK, &noise, dir.path())?;
@@ -35,7 +41,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
 
     let capacity = Capacity::tokens(1).slots(1).rank(RANK);
     let config =
-        PoolConfig::arena_bytes(room(&model, &memory, 1)).host_bytes(room(&model, &memory, 4)).packers(packers());
+        PoolConfig::arena_bytes(room(&model, &memory, 1)).host_bytes(room(&model, &memory, 3)).packers(packers());
     let queue = gpu.queue()?;
     let mut pool = AdapterPool::new(&queue, &model, DType::BF16, capacity, config)?;
     let mut plain = PlainCopy {
@@ -58,7 +64,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     if pool.snapshot().counters.reads != reads {
         return Err("an adapter was not in the host tier".into());
     }
-    figures.load.push(plain.compare("host", us, copy_us));
+    figures.load.push(plain.compare(format!("host{of}"), us, copy_us));
 
     for (from, source) in [("memory", &memory), ("disk", &disk)] {
         let (mut us, mut copy_us) = (Vec::new(), Vec::new());
@@ -67,7 +73,7 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
             copy_us.push(plain.time(gpu)?);
             us.push(time_unread(gpu, &mut pool, source)?);
         }
-        figures.load.push(plain.compare(from, us, copy_us));
+        figures.load.push(plain.compare(format!("{from}{of}"), us, copy_us));
     }
     Ok(())
 }
@@ -110,8 +116,8 @@ impl PlainCopy {
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
 
-    fn compare(&self, from: &str, mut us: Vec<f64>, mut copy_us: Vec<f64>) -> Load {
+    fn compare(&self, from: String, mut us: Vec<f64>, mut copy_us: Vec<f64>) -> Load {
         let (loads, us, copy_us) = (us.len(), median(&mut us), median(&mut copy_us));
-        Load { from: from.to_owned(), bytes: self.bytes, loads, us, copy_us }
+        Load { from, bytes: self.bytes, loads, us, copy_us }
     }
 }

@@ -3,7 +3,7 @@ use std::{fs, path::Path};
 use aril::{
     DType,
     adapter::{Adapter, Tensor},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{Experts, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
 };
 use half::bf16;
 use safetensors::{Dtype, tensor::TensorView};
@@ -12,6 +12,9 @@ use crate::{Result, noise::Noise};
 
 /// The decoder layers of Qwen3-8B.
 pub const LAYERS: usize = 36;
+
+/// Those of Qwen3-30B-A3B.
+pub const EXPERT_LAYERS: usize = 48;
 
 /// A linear layer's path below a decoder layer, its input features, and its modules with their output features.
 type Shape = (&'static str, usize, &'static [(&'static str, usize)]);
@@ -25,10 +28,16 @@ const QWEN3_8B: [Shape; 4] = [
 
 const SMALL: [Shape; 1] = [("mlp", 64, &[("down_proj", 64)])];
 
-/// The linear layers of a model, and bf16 adapters of all of them.
+/// Of each expert of Qwen3-30B-A3B.
+const EXPERT: [Shape; 2] =
+    [("mlp.experts", 2048, &[("gate_proj", 768), ("up_proj", 768)]), ("mlp.experts", 768, &[("down_proj", 2048)])];
+
+/// The linear layers or the experts of a model, and bf16 adapters of all of them.
 #[derive(Clone, Copy)]
 pub struct Layers {
     shapes: &'static [Shape],
+    /// In each layer; 0 if the shapes are those of linear layers.
+    experts: usize,
     count: usize,
 }
 
@@ -38,18 +47,30 @@ type Factor = (String, [usize; 2], Vec<bf16>);
 impl Layers {
     /// `count` decoder layers of Qwen3-8B.
     pub const fn qwen3_8b(count: usize) -> Self {
-        Self { shapes: &QWEN3_8B, count }
+        Self { shapes: &QWEN3_8B, experts: 0, count }
+    }
+
+    /// The experts of `count` decoder layers of Qwen3-30B-A3B.
+    pub const fn qwen3_30b_a3b(count: usize) -> Self {
+        Self { shapes: &EXPERT, experts: 128, count }
     }
 
     /// One layer of 64 features, of which a thousand adapters fit anywhere.
     pub const fn small() -> Self {
-        Self { shapes: &SMALL, count: 1 }
+        Self { shapes: &SMALL, experts: 0, count: 1 }
     }
 
     /// The model, and its linear layers in order.
     pub fn model(self) -> Result<(Model, Vec<LinearId>)> {
         let (mut spec, mut ids) = (ModelSpec::new(), Vec::new());
         for layer in 0..self.count {
+            if let &[(path, hidden, modules), _] = self.shapes
+                && self.experts > 0
+            {
+                let experts = Experts::new(format!("model.layers.{layer}.{path}"), self.experts, hidden, modules[0].1);
+                spec.experts(experts.top_k(8))?;
+                continue;
+            }
             for &(path, in_features, modules) in self.shapes {
                 let linear = Linear::new(format!("model.layers.{layer}.{path}"), Parallel::Replicated, in_features);
                 let linear = modules.iter().fold(linear, |linear, &(module, features)| linear.slice(module, features));
@@ -82,7 +103,14 @@ impl Layers {
     /// A and B of all modules, of noise.
     fn factors(self, rank: usize, noise: &Noise) -> impl Iterator<Item = Factor> {
         let modules = move |layer: usize| {
-            self.shapes.iter().flat_map(move |&(path, in_features, modules)| {
+            let experts = (0..self.experts.max(1))
+                .map(move |expert| if self.experts > 0 { format!(".{expert}") } else { String::new() });
+            let parents = experts.flat_map(move |expert| {
+                self.shapes
+                    .iter()
+                    .map(move |&(path, in_features, modules)| (format!("{path}{expert}"), in_features, modules))
+            });
+            parents.flat_map(move |(path, in_features, modules)| {
                 modules.iter().flat_map(move |&(module, out_features)| {
                     [("A", [rank, in_features]), ("B", [out_features, rank])].map(|(factor, shape)| {
                         (format!("base_model.model.model.layers.{layer}.{path}.{module}.lora_{factor}.weight"), shape)

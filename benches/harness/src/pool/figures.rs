@@ -11,6 +11,7 @@ use crate::{
 
 /// The targets of the tables.
 const MIN_OF_COPY: f64 = 0.9;
+const MIN_FROM_DISK: f64 = 0.7;
 const MAX_STEP_US: f64 = 5.0;
 const MAX_SLOWDOWN: f64 = 1.03;
 
@@ -166,7 +167,11 @@ impl Figures {
     fn load_table(&self) -> Table {
         let mut table = Table::new(&["load from", "MB", "µs", "GB/s", "plain copy, µs", "of its rate", "target"]);
         for load in &self.load {
-            let target = if load.from == "host" { format!("at least {MIN_OF_COPY}") } else { String::new() };
+            let target = match load.from.as_str() {
+                "host" | "host, experts" => format!("at least {MIN_OF_COPY}"),
+                "disk, experts" => format!("at least {MIN_FROM_DISK}"),
+                _ => String::new(),
+            };
             let megabytes = format!("{:.1}", load.bytes as f64 / 1e6);
             let [us, copy_us] = [load.us, load.copy_us].map(|us| format!("{us:.0}"));
             let [rate, of_copy] = [load.gb_per_s(), load.of_copy()].map(|value| format!("{value:.2}"));

@@ -5,7 +5,7 @@ mod figures;
 mod memory;
 
 pub use self::{
-    adapters::{LAYERS, Layers},
+    adapters::{EXPERT_LAYERS, LAYERS, Layers},
     figures::{Figures, Load, Meta, Neighbours, Reading, Replays, StepCost, Times},
     memory::Memory,
 };
