@@ -12,11 +12,14 @@ use super::{
 };
 use crate::error::LoadError;
 
-/// Directories that stay parsed, of the whole process. Of 250 modules, each takes some 250 KB, and all of them one open file each.
+/// Directories that stay parsed, of the whole process. All of them have one open file each.
 const KEPT: usize = 64;
 
-/// The directories that stay parsed, from the least recently used one on.
-static RECENT: Mutex<VecDeque<Weak<Kept>>> = Mutex::new(VecDeque::new());
+/// The modules and stacks of these directories, of which each takes some 1 KB.
+const KEPT_MODULES: usize = 1 << 16;
+
+/// The directories that stay parsed, from the least recently used one on, and their modules and stacks.
+static RECENT: Mutex<VecDeque<(Weak<Kept>, usize)>> = Mutex::new(VecDeque::new());
 
 /// What is left of a directory that was parsed.
 type Kept = Mutex<Option<Arc<Parsed>>>;
@@ -39,8 +42,7 @@ pub(crate) struct Parsed {
 }
 
 impl Directory {
-    /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned. The
-    /// size of its image is an upper bound, because equal factors of experts are not found.
+    /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned.
     pub(crate) fn open(
         path: &Path,
         opener: Opener,
@@ -53,7 +55,7 @@ impl Directory {
 
     /// Calls `pack` with the adapter. Rejects files that are not those that were checked, or are modified meanwhile.
     ///
-    /// With `whole`, the weights are in memory, and its plan finds equal factors. Otherwise each is read when it is written.
+    /// With `whole`, the weights are in memory. Otherwise each is read when it is written.
     pub(crate) fn read<R>(
         &self,
         whole: bool,
@@ -92,11 +94,13 @@ impl Directory {
         *lock(&self.kept) = Some(Arc::clone(parsed));
         let kept = Arc::downgrade(&self.kept);
         let mut recent = lock(&RECENT);
-        recent.retain(|other| !other.ptr_eq(&kept) && other.strong_count() > 0);
-        recent.push_back(kept);
-        let oldest = if recent.len() > KEPT { recent.pop_front() } else { None };
+        recent.retain(|(other, _)| !other.ptr_eq(&kept) && other.strong_count() > 0);
+        recent.push_back((kept, parsed.adapter.modules().len() + parsed.adapter.stacks().len()));
+        let stay = num_kept(recent.iter().rev().map(|(_, modules)| *modules));
+        let gone = recent.len() - stay;
+        let oldest: Vec<_> = recent.drain(..gone).collect();
         drop(recent);
-        oldest.and_then(|oldest| oldest.upgrade()).into_iter().for_each(|oldest| drop(lock(&oldest).take()));
+        oldest.iter().filter_map(|(oldest, _)| oldest.upgrade()).for_each(|oldest| drop(lock(&oldest).take()));
     }
 
     /// Whether the directory stays parsed.
@@ -116,6 +120,15 @@ impl Parsed {
         let (adapter, files) = Adapter::load(path, access, opener)?;
         Ok(Arc::new(Self { adapter: Adapter { orientation, ..adapter }, files }))
     }
+}
+
+/// How many directories stay parsed, of those with these numbers of modules, from the most recently used one on.
+fn num_kept(modules: impl Iterator<Item = usize>) -> usize {
+    let totals = modules.scan(0, |total, modules| {
+        *total += modules;
+        Some(*total)
+    });
+    totals.take(KEPT).take_while(|total| *total <= KEPT_MODULES).count()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -252,6 +265,13 @@ mod tests {
         for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
             assert_eq!(image(&parsed.adapter, rank), image(&at_once, rank));
         }
+    }
+
+    #[test]
+    fn few_directories_stay_of_many_modules() {
+        assert_eq!(num_kept([1; KEPT + 1].into_iter()), KEPT);
+        assert_eq!(num_kept([KEPT_MODULES - 2, 1, 1, 1].into_iter()), 3);
+        assert_eq!(num_kept([KEPT_MODULES + 1, 1].into_iter()), 0);
     }
 
     /// However many directories there are, few of them stay parsed, and the others are parsed again.

@@ -32,7 +32,6 @@ pub struct SlotImage<'a> {
     /// The factors, in order.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
-    has_experts: bool,
 }
 
 /// The place of one module in an image.
@@ -70,15 +69,7 @@ pub struct SharedEntry {
 impl<'a> SlotImage<'a> {
     /// An image without modules.
     pub(super) fn new(dtype: DType, model: &Model) -> Self {
-        Self {
-            dtype,
-            model: model.clone(),
-            entries: Vec::new(),
-            shared: Vec::new(),
-            parts: Vec::new(),
-            elems: 0,
-            has_experts: false,
-        }
+        Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
     }
 
     /// Appends a factor, or a part without elements, to the block, and returns its offset in elements.
@@ -101,14 +92,9 @@ impl<'a> SlotImage<'a> {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
     }
 
-    /// Takes note of factors of experts.
-    pub(super) fn set_has_experts(&mut self) {
-        self.has_experts = true;
-    }
-
-    /// Whether it has factors of experts.
-    pub(crate) fn has_experts(&self) -> bool {
-        self.has_experts
+    /// Whether elements of some factors are apart, so that a file is read faster as a whole.
+    pub(crate) fn is_scattered(&self) -> bool {
+        self.parts.iter().any(Rectangle::is_scattered)
     }
 
     pub(crate) fn model(&self) -> &Model {

@@ -90,7 +90,7 @@ mod place;
 mod rectangle;
 mod tensor;
 
-pub(crate) use self::directory::Directory;
+pub(crate) use self::directory::{Directory, Parsed};
 pub use self::escaped::Escaped;
 pub use self::{
     error::{AdapterError, TensorName},

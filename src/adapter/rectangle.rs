@@ -54,6 +54,11 @@ impl<'a> Rectangle<'a> {
         Self { views: views.collect(), rank: view.cols, features: rows.len, kind: Kind::B }
     }
 
+    /// Whether a part of it is [scattered](View::is_scattered).
+    pub(super) fn is_scattered(&self) -> bool {
+        self.views.iter().any(View::is_scattered)
+    }
+
     /// Size in a block in elements, including padding.
     pub(super) fn block_elems(&self) -> usize {
         let Self { rank, features, .. } = *self;
@@ -83,7 +88,11 @@ impl<'a> Rectangle<'a> {
         let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
         let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
         // Some features of A are a piece of each row. A file is read in few pieces.
-        if !matches!(self.kind, Kind::B) && self.views.iter().any(|view| view.tensor.is_in_file()) {
+        let is_read_at_once = |view: &View<'_>| match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => view.tensor.is_in_file(),
+            Kind::B => view.is_read_at_once(),
+        };
+        if self.views.iter().any(is_read_at_once) {
             stripes = stripes.max(part.len().div_ceil(stripe_bytes));
         }
         let features = stripes * TILE_FEATURES;
@@ -153,7 +162,7 @@ impl<'a> Rectangle<'a> {
     ) -> Result<bool, AdapterError> {
         buffers.resize_with(self.views.len().max(buffers.len()), Vec::new);
         let views = self.views.iter().zip(buffers);
-        let views = views.map(|(view, buffer)| view.load::<S>(buffer)).collect::<Result<Vec<_>, _>>()?;
+        let views = views.map(|(view, buffer)| view.load(buffer)).collect::<Result<Vec<_>, _>>()?;
         let rows = views.iter().flat_map(StoredRows::iter);
         let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
         match self.kind {
@@ -192,7 +201,7 @@ impl<'a> Rectangle<'a> {
     fn unrepresentable<S: Element, T: Element>(&self) -> Result<(), AdapterError> {
         let mut buffer = Vec::new();
         for view in &self.views {
-            for (row, elements_of_row) in view.load::<S>(&mut buffer)?.iter().enumerate() {
+            for (row, elements_of_row) in view.load(&mut buffer)?.iter().enumerate() {
                 let values = (0..view.cols).map(|col| element::<S>(elements_of_row, col).to_f32());
                 if let Some((col, value)) = values.enumerate().find(|(_, value)| !T::from_f32(*value).is_finite()) {
                     let (tensor, index) = (view.name.clone(), view.tensor.index(view.at(row, col)));

@@ -314,57 +314,83 @@ impl<'a> View<'a> {
     }
 
     /// The matrix with the elements of each row contiguous. What is in a file, or has a column stride, is in `buffer`.
-    pub(super) fn load<'b, S: Element>(&'b self, buffer: &'b mut Vec<u8>) -> Result<Rows<'b>, AdapterError> {
+    pub(super) fn load<'b>(&'b self, buffer: &'b mut Vec<u8>) -> Result<Rows<'b>, AdapterError> {
+        /// To read so many bytes more takes as long as another call.
+        const GAP_BYTES: usize = 4096;
         let Self { tensor, rows, cols, .. } = *self;
         if rows == 0 || cols == 0 {
             return Ok(Rows { bytes: &[], stride: 0, len: 0, rows });
         }
-        let size = size_of::<S>();
-        let span = self.start * size..(self.at(rows - 1, cols - 1) + 1) * size;
-        if self.col_stride == 1 {
-            let bytes = tensor.read(span, buffer)?;
-            return Ok(Rows { bytes, stride: self.row_stride * size, len: cols * size, rows });
+        let size = tensor.dtype.bytes();
+        let (stride, len) = (self.row_stride * size, cols * size);
+        let span = |rows: Range<usize>| self.at(rows.start, 0) * size..(self.at(rows.end - 1, cols - 1) + 1) * size;
+        let is_apart = tensor.is_in_file() && stride > len + GAP_BYTES;
+        if self.col_stride == 1 && !is_apart {
+            let bytes = tensor.read(span(0..rows), buffer)?;
+            return Ok(Rows { bytes, stride, len, rows });
         }
         let mut read = Vec::new();
-        let bytes = tensor.read(span, &mut read)?;
         buffer.clear();
-        for row in 0..rows {
-            for col in 0..cols {
-                let first = (row * self.row_stride + col * self.col_stride) * size;
-                buffer.extend_from_slice(&bytes[first..first + size]);
+        if self.col_stride == 1 {
+            for row in 0..rows {
+                buffer.extend_from_slice(tensor.read(span(row..row + 1), &mut read)?);
+            }
+        } else {
+            let bytes = tensor.read(span(0..rows), &mut read)?;
+            for row in 0..rows {
+                for col in 0..cols {
+                    let first = (row * self.row_stride + col * self.col_stride) * size;
+                    buffer.extend_from_slice(&bytes[first..first + size]);
+                }
             }
         }
-        Ok(Rows { bytes: buffer, stride: cols * size, len: cols * size, rows })
+        Ok(Rows { bytes: buffer, stride: len, len, rows })
     }
 
-    /// The elements of a row, if they are contiguous.
-    fn contiguous_row(&self, row: usize) -> Option<&'a [u8]> {
-        let size = self.tensor.dtype.bytes();
-        (self.col_stride == 1).then(|| &self.tensor.bytes()[self.at(row, 0) * size..][..self.cols * size])
+    /// Whether neither the elements of a row nor those of a column are contiguous, so that what is between them is read with them.
+    pub(super) fn is_scattered(&self) -> bool {
+        self.col_stride > 1 && self.row_stride > 1
     }
 
-    /// The element at a linear offset.
-    fn element(&self, index: usize) -> &'a [u8] {
-        let size = self.tensor.dtype.bytes();
-        &self.tensor.bytes()[index * size..][..size]
+    /// Whether a file is read once for all rows, and not for some at a time.
+    pub(super) fn is_read_at_once(&self) -> bool {
+        self.tensor.is_in_file() && self.col_stride > 1
     }
 
-    /// Whether both have the same shape, element type and bits. Different tensors in files count as different.
-    pub(super) fn same(&self, other: &Self) -> bool {
+    /// Whether both have the same shape, element type and bits. Reads them as far as they are equal.
+    pub(super) fn same(&self, other: &Self) -> Result<bool, AdapterError> {
+        /// Matrices that differ mostly do so in the first elements.
+        const FIRST: usize = 32;
+        /// Bytes that are read at once.
+        const READ_BYTES: usize = 1 << 17;
         if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
-            return false;
+            return Ok(false);
         }
         let place = |view: &Self| (std::ptr::from_ref(view.tensor), view.start, view.row_stride, view.col_stride);
         if place(self) == place(other) {
-            return true;
+            return Ok(true);
         }
-        let is_in_file = self.tensor.is_in_file() || other.tensor.is_in_file();
-        !is_in_file
-            && (0..self.rows).all(|row| match (self.contiguous_row(row), other.contiguous_row(row)) {
-                (Some(a), Some(b)) => a == b,
-                _ => (0..self.cols).all(|col| self.element(self.at(row, col)) == other.element(other.at(row, col))),
-            })
+        // Along what is contiguous.
+        if self.row_stride < self.col_stride && other.row_stride < other.col_stride {
+            return self.transposed().same(&other.transposed());
+        }
+        let mut buffers = [Vec::new(), Vec::new()];
+        let mut are_equal = |rows: Range<usize>, cols: Range<usize>| {
+            let [a, b] = [self, other].map(|view| view.rows(rows.clone()).columns(cols.clone()));
+            let [a_buffer, b_buffer] = &mut buffers;
+            Ok(a.load(a_buffer)?.iter().eq(b.load(b_buffer)?.iter()))
+        };
+        let row_bytes = self.row_stride.max(other.row_stride) * self.tensor.dtype.bytes();
+        let step = (READ_BYTES / row_bytes.max(1)).max(1);
+        let first = (0..self.rows.min(1), 0..self.cols.min(FIRST));
+        let steps = (0..self.rows).step_by(step).map(|row| (row..self.rows.min(row + step), 0..self.cols));
+        all([first].into_iter().chain(steps).map(|(rows, cols)| are_equal(rows, cols)))
     }
+}
+
+/// Whether all answers are yes. Asks for none after another one.
+pub(super) fn all<E>(mut answers: impl Iterator<Item = Result<bool, E>>) -> Result<bool, E> {
+    answers.find(|answer| !matches!(answer, Ok(true))).unwrap_or(Ok(true))
 }
 
 /// The rows of a matrix, each contiguous.

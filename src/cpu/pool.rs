@@ -75,7 +75,7 @@ impl Backend for Tiers {
         self.host.shard(source)
     }
 
-    fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
+    fn add(&mut self, id: AdapterId, source: Source) -> Result<usize, PoolError> {
         self.host.add(id, source)
     }
 

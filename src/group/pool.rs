@@ -170,7 +170,6 @@ enum Answer {
     },
     Size {
         bytes: usize,
-        is_exact: bool,
     },
     Ends {
         reads: Vec<End>,
@@ -185,8 +184,7 @@ enum Answer {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum End {
     UnderWay,
-    /// Bytes of the block.
-    Whole(usize),
+    Whole,
     Failed,
     /// It has failed on another rank, and nothing of its copy is on its way on this one.
     Clear,
@@ -257,8 +255,8 @@ impl<B: Backend> Member<B> {
         let mut end = |&Reading { id, has_failed, .. }: &Reading| match self.ended.get(&id).map(|read| &read.result) {
             None => End::UnderWay,
             Some(_) if self.abandoned.contains_key(&id) => End::UnderWay,
-            Some(Ok(_)) if has_failed => End::Clear,
-            Some(Ok(bytes)) => End::Whole(*bytes),
+            Some(Ok(())) if has_failed => End::Clear,
+            Some(Ok(())) => End::Whole,
             // A message has room for one reason.
             Some(Err(_)) if failure.is_some() => End::UnderWay,
             Some(Err(error)) => {
@@ -381,7 +379,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         let mut place = 0;
         for index in 0..MAX_READS.min(self.reading.len()) {
             let ends: Vec<_> = answers.iter().filter_map(|answer| answer.ends().get(index).copied()).collect();
-            let is_whole = |end: &End| matches!(end, End::Whole(_));
+            let is_whole = |end: &End| matches!(end, End::Whole);
             let has_failed = ends.contains(&End::Failed);
             let has_ended = if has_failed {
                 ends.iter().all(|end| matches!(end, End::Failed | End::Clear))
@@ -420,8 +418,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         };
         let failures: Vec<_> = ends.iter().enumerate().filter_map(failure).collect();
         if failures.is_empty() {
-            let bytes = ends.iter().map(|end| if let End::Whole(bytes) = end { *bytes } else { 0 }).max();
-            return Read { id, time, result: Ok(bytes.unwrap_or(0)) };
+            return Read { id, time, result: Ok(()) };
         }
         // What other ranks have packed.
         self.members.iter_mut().for_each(|member| member.backend.forget(id));
@@ -511,7 +508,7 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
     }
 
     /// The largest of the ranks' blocks, so that a block has the same place on all of them.
-    fn add(&mut self, id: AdapterId, source: B::Source) -> Result<(usize, bool), PoolError> {
+    fn add(&mut self, id: AdapterId, source: B::Source) -> Result<usize, PoolError> {
         self.registered += 1;
         self.numbers.insert(id, self.registered);
         self.note(self.registered);
@@ -519,7 +516,7 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
         let answers = self.ask(On::Size, |member| {
             let added = member.backend.shard(&source).map_err(PoolError::from);
             match added.and_then(|source| member.backend.add(id, source)) {
-                Ok((bytes, is_exact)) => Answer::Size { bytes, is_exact },
+                Ok(bytes) => Answer::Size { bytes },
                 Err(error) => {
                     let answer = Answer::failed(Phase::Plan, &error);
                     own = error.into_load();
@@ -531,9 +528,8 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
             self.remove(id);
             return Err(refusal.into());
         }
-        let size = |answer| if let Answer::Size { bytes, is_exact } = answer { (bytes, is_exact) } else { (0, false) };
-        let sizes = answers.into_iter().flatten().map(size);
-        Ok(sizes.fold((0, true), |(bytes, is_exact), size| (bytes.max(size.0), is_exact && size.1)))
+        let size = |answer| if let Answer::Size { bytes } = answer { bytes } else { 0 };
+        Ok(answers.into_iter().flatten().map(size).max().unwrap_or(0))
     }
 
     fn remove(&mut self, id: AdapterId) {

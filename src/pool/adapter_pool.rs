@@ -77,8 +77,8 @@ impl<B: Backend> AdapterPool<B> {
     pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
         self.backend.check()?;
         let id = AdapterId::unique();
-        let (bytes, is_exact) = self.backend.add(id, source)?;
-        self.core.register(id, bytes, is_exact).inspect_err(|_| self.backend.remove(id))?;
+        let bytes = self.backend.add(id, source)?;
+        self.core.register(id, bytes).inspect_err(|_| self.backend.remove(id))?;
         Ok(id)
     }
 

@@ -49,9 +49,9 @@ pub trait Backend {
         Ok(source.clone())
     }
 
-    /// An adapter is registered. Returns the size of its block in bytes, and whether it is exact. Otherwise it is an upper bound.
+    /// An adapter is registered. Returns the size of its block in bytes.
     #[doc(hidden)]
-    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<(usize, bool), PoolError>;
+    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<usize, PoolError>;
 
     /// The adapter is registered no longer. It is not read again.
     #[doc(hidden)]
@@ -179,6 +179,5 @@ pub struct Copy {
 pub struct Read {
     pub(crate) id: AdapterId,
     pub(crate) time: Duration,
-    /// The size of the adapter's block in bytes, at most the one registered.
-    pub(crate) result: Result<usize, LoadError>,
+    pub(crate) result: Result<(), LoadError>,
 }

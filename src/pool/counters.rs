@@ -91,7 +91,7 @@ pub struct Residency {
     pub slot: Option<Slot>,
     /// Whether it is in the host tier.
     pub in_host: bool,
-    /// Size of its block in bytes. Before the first read, an upper bound: factors that turn out equal may share memory.
+    /// Size of its block in bytes.
     pub bytes: usize,
     /// Its leases.
     pub leases: usize,

@@ -100,9 +100,9 @@ pub(crate) struct HostTier<P> {
     row_bytes: usize,
     sources: HashMap<AdapterId, Arc<Source>>,
     packed: HashMap<AdapterId, P>,
-    loaders: Loaders<AdapterId, (P, usize)>,
+    loaders: Loaders<AdapterId, P>,
     /// Reads whose ends were waited for.
-    ended: VecDeque<Loaded<AdapterId, (P, usize)>>,
+    ended: VecDeque<Loaded<AdapterId, P>>,
 }
 
 impl<P> fmt::Debug for HostTier<P> {
@@ -128,11 +128,11 @@ impl<P: Send + 'static> HostTier<P> {
     }
 
     /// As [`Backend::add`](super::Backend::add).
-    pub(crate) fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
+    pub(crate) fn add(&mut self, id: AdapterId, source: Source) -> Result<usize, PoolError> {
         source.check(&self.bounds)?;
-        let size = (block_bytes(source.bytes(), self.row_bytes), source.is_exact());
+        let bytes = block_bytes(source.bytes(), self.row_bytes);
         self.sources.insert(id, Arc::new(source));
-        Ok(size)
+        Ok(bytes)
     }
 
     pub(crate) fn remove(&mut self, id: AdapterId) {
@@ -148,16 +148,12 @@ impl<P: Send + 'static> HostTier<P> {
         seal: impl FnOnce(P) -> Result<P, LoadError> + Send + 'static,
     ) {
         let source = self.sources.get(&id).expect("a registered adapter has a source");
-        let (reserved, row_bytes) = (source.bytes(), self.row_bytes);
-        let pack = move |image: &SlotImage<'_>| {
-            let bytes = image.bytes();
-            if bytes > reserved {
-                return Err(SlotError::OtherImage { bytes, reserved }.into());
-            }
-            let block_bytes = block_bytes(bytes, row_bytes);
-            Ok((pack(image)?, block_bytes))
+        let reserved = source.bytes();
+        let pack = move |image: &SlotImage<'_>| match image.bytes() {
+            bytes if bytes == reserved => pack(image),
+            bytes => Err(SlotError::OtherImage { bytes, reserved }.into()),
         };
-        self.loaders.start(id, Arc::clone(source), pack, |(packed, bytes)| Ok((seal(packed)?, bytes)));
+        self.loaders.start(id, Arc::clone(source), pack, seal);
     }
 
     /// As [`Backend::notice`](super::Backend::notice).
@@ -168,10 +164,7 @@ impl<P: Send + 'static> HostTier<P> {
     /// As [`Backend::next_read`](super::Backend::next_read).
     pub(crate) fn next_read(&mut self) -> Option<Ended> {
         let Loaded { id, time, result } = self.ended.pop_front().or_else(|| self.loaders.next())?;
-        let result = result.map(|(packed, bytes)| {
-            self.packed.insert(id, packed);
-            bytes
-        });
+        let result = result.map(|packed| drop(self.packed.insert(id, packed)));
         Some(Ended { id, time, result })
     }
 

@@ -133,7 +133,7 @@ mod tests {
         let limits = Limits { num_slots: 2, arena_bytes: 1 << 20, host_bytes: 1 << 21, max_reads: 1 };
         let mut core = Core::new(limits).unwrap();
         let id = AdapterId::unique();
-        core.register(id, 1000, true).unwrap();
+        core.register(id, 1000).unwrap();
         core.set_pinned(id, true).unwrap();
         core.counters.hits = 7;
         core.counters.full = 3;

@@ -94,7 +94,7 @@ impl SimulatedPool {
     /// Ends a read or a copy. `took` is the time of a read, for the counters.
     pub fn end(&mut self, work: Work, took: Duration) {
         match work {
-            Work::Read { id, bytes, .. } => self.take(Read { id, time: took, result: Ok(bytes) }),
+            Work::Read { id, .. } => self.take(Read { id, time: took, result: Ok(()) }),
             Work::Copy { number, .. } => self.core.has_copied(number),
         }
         while let Some(number) = self.backend.next_copied() {
@@ -111,8 +111,8 @@ impl Backend for Simulated {
     type Step<'a> = ();
     type Error = OperandError;
 
-    fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<(usize, bool), PoolError> {
-        Ok((bytes.max(1).next_multiple_of(GRANULE_BYTES), true))
+    fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<usize, PoolError> {
+        Ok(bytes.max(1).next_multiple_of(GRANULE_BYTES))
     }
 
     fn remove(&mut self, _id: AdapterId) {}

@@ -2,7 +2,7 @@ use std::{path::Path, sync::Arc};
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, SlotImage},
+    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Parsed, SlotImage},
     error::{LoadError, SlotError},
     model::Model,
     slots::Bounds,
@@ -16,7 +16,7 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
-    has_experts: bool,
+    is_scattered: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -26,12 +26,13 @@ enum Kind {
 }
 
 impl Source {
-    /// A directory, as for [`Adapter::open`]. Reads the configuration and the headers of the weight files.
+    /// A directory, as for [`Adapter::open`]. Reads the configuration and the headers of the weight files, and the factors of experts far
+    /// enough to find out which of them are equal.
     ///
     /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files that have been
     /// modified or replaced since are an error of the load. The last 64 directories of the process that were checked or loaded stay
-    /// parsed, each with its weight file open. Adapters with [base weights](Adapter::base_weights) must come from
-    /// [memory](Self::memory).
+    /// parsed, each with its weight file open, unless they have many modules or factors of PEFT's `target_parameters`. Adapters with
+    /// [base weights](Adapter::base_weights) must come from [memory](Self::memory).
     ///
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
@@ -76,11 +77,7 @@ impl Source {
     ) -> Result<Self, AdapterError> {
         let (directory, parsed) = Directory::open(dir, opener, orientation)?;
         let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
-        if let Kind::Directory(directory) = &source.kind
-            && !source.has_experts
-        {
-            directory.keep(&parsed);
-        }
+        source.keep(&parsed);
         Ok(source)
     }
 
@@ -99,11 +96,18 @@ impl Source {
             Kind::Memory(adapter) => planned(adapter),
             Kind::Directory(directory) => {
                 let parsed = directory.parsed(false)?;
-                if !self.has_experts {
-                    directory.keep(&parsed);
-                }
+                self.keep(&parsed);
                 planned(&parsed.adapter)
             }
+        }
+    }
+
+    /// Keeps what was parsed for the next read, unless that reads all of it again.
+    fn keep(&self, parsed: &Arc<Parsed>) {
+        if let Kind::Directory(directory) = &self.kind
+            && !self.is_scattered
+        {
+            directory.keep(parsed);
         }
     }
 
@@ -115,12 +119,11 @@ impl Source {
             dtype,
             bytes: image.bytes(),
             max_rank: image.max_rank(),
-            has_experts: image.has_experts(),
+            is_scattered: image.is_scattered(),
         })
     }
 
-    /// Size of the adapter's [image](SlotImage::bytes) in bytes. For a directory, an upper bound: factors of experts that turn out
-    /// equal share memory.
+    /// Size of the adapter's [image](SlotImage::bytes) in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -128,11 +131,6 @@ impl Source {
     /// The largest rank.
     pub fn max_rank(&self) -> usize {
         self.max_rank
-    }
-
-    /// Whether the size is exact, and not an upper bound.
-    pub(super) fn is_exact(&self) -> bool {
-        matches!(self.kind, Kind::Memory(_)) || !self.has_experts
     }
 
     pub(crate) fn model(&self) -> &Model {
@@ -149,8 +147,7 @@ impl Source {
         let pack = |adapter: &Adapter| pack(&adapter.plan(&self.model, self.dtype)?);
         match &self.kind {
             Kind::Memory(adapter) => pack(adapter),
-            // The plan compares the factors of experts.
-            Kind::Directory(directory) => directory.read(self.has_experts, pack),
+            Kind::Directory(directory) => directory.read(self.is_scattered, pack),
         }
     }
 }
@@ -239,7 +236,7 @@ mod tests {
                 }
                 assert!(whole == pieces);
                 let source = Source::directory(dir.path(), &model, dtype).unwrap();
-                assert!(source.is_exact());
+                assert_eq!(source.bytes(), whole.len());
                 for threads in [1, 5] {
                     let threads = ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                     let packed = source.read(|image| {
@@ -276,6 +273,137 @@ mod tests {
         }
     }
 
+    const EXPERTS: usize = 5;
+    const RANK: usize = 3;
+    /// Hidden and inner features.
+    const WIDTHS: [usize; 2] = [40, 600];
+
+    /// Matrices of all experts: of how many there are, their shape, and their elements one after the other.
+    type Stack = (usize, [usize; 2], Vec<f32>);
+
+    /// A and B of a module. Experts may share one of them, but for its last element if they are `almost` equal.
+    fn stacks(module: usize, shared: Option<usize>, almost: bool) -> [Stack; 2] {
+        let [input, output] = if module == 2 { [WIDTHS[1], WIDTHS[0]] } else { WIDTHS };
+        [[RANK, input], [output, RANK]].map(|shape| {
+            let (len, side) = (shape[0] * shape[1], usize::from(shape[1] == RANK));
+            let value = |i: usize| ((i * 31 + module * 7 + side * 3) % 1009) as f32 / 64.0 - 7.0;
+            let is_shared = shared == Some(side);
+            let mut values: Vec<_> = (0..EXPERTS * len).map(|i| value(if is_shared { i % len } else { i })).collect();
+            if almost {
+                values[EXPERTS * len - 1] += 1.0;
+            }
+            (EXPERTS, shape, values)
+        })
+    }
+
+    fn transposed([rows, cols]: [usize; 2], values: &[f32]) -> Vec<f32> {
+        (0..rows * cols).map(|i| values[i % rows * cols + i / rows]).collect()
+    }
+
+    /// Names, shapes and elements of tensors.
+    type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
+
+    /// Stores the factors of a module, of which all experts have the same A, or B, if one is given. Not every form can store each.
+    type Form = fn(&str, &[Stack; 2], Option<usize>) -> Option<Tensors>;
+
+    const FORMS: [Form; 4] = [
+        |name, stacks, _| {
+            let of = |(side, (_, shape, values)): (&str, &Stack)| -> Tensors {
+                let parts = values.chunks(shape[0] * shape[1]).enumerate();
+                let tensor = |(expert, part): (usize, &[f32])| {
+                    (format!("mlp.experts.{expert}.{name}.lora_{side}.weight"), shape.to_vec(), part.to_vec())
+                };
+                parts.map(tensor).collect()
+            };
+            Some(["A", "B"].into_iter().zip(stacks).flat_map(of).collect())
+        },
+        |name, stacks, _| {
+            let tensor = |(side, (count, shape, values)): (&str, &Stack)| {
+                let shape = [&[*count], &shape[..]].concat();
+                (format!("mlp.experts.{name}.lora_{side}.weight"), shape, values.clone())
+            };
+            Some(["A", "B"].into_iter().zip(stacks).map(tensor).collect())
+        },
+        |name, stacks, _| {
+            let name = name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2");
+            let tensor = |(side, (count, shape, values)): (&str, &Stack)| {
+                let values = values.chunks(shape[0] * shape[1]).flat_map(|part| transposed(*shape, part)).collect();
+                (format!("mlp.{name}.lora_{side}.weight"), vec![*count, shape[1], shape[0]], values)
+            };
+            Some(["A", "B"].into_iter().zip(stacks).map(tensor).collect())
+        },
+        // One beside the other, rows far apart.
+        |name, [a, b], shared| {
+            let (a, b) = match shared? {
+                0 => {
+                    let (count, [rows, cols], values) = b;
+                    ((a.1.to_vec(), a.2[..a.1[0] * a.1[1]].to_vec()), (vec![count * rows, *cols], values.clone()))
+                }
+                _ => {
+                    let (count, [rows, cols], values) = a;
+                    let row =
+                        |row: usize| values.chunks(rows * cols).flat_map(move |part| &part[row * cols..][..*cols]);
+                    let values = (0..*rows).flat_map(row).copied().collect();
+                    ((vec![*rows, count * cols], values), (b.1.to_vec(), b.2[..b.1[0] * b.1[1]].to_vec()))
+                }
+            };
+            let tensor = |(side, (shape, values))| (format!("mlp.experts.{name}.lora_{side}.weight"), shape, values);
+            Some([("A", a), ("B", b)].map(tensor).into())
+        },
+    ];
+
+    /// Whatever the form of experts, and whether their factors are equal, which a directory is read for.
+    #[test]
+    fn experts_are_read_in_place() {
+        for (form, is_shared, almost) in (0..FORMS.len()).flat_map(|form| {
+            [(false, false), (true, false), (true, true)].map(|(is_shared, almost)| (form, is_shared, almost))
+        }) {
+            let tensors = ["gate_proj", "up_proj", "down_proj"].into_iter().enumerate().map(|(module, name)| {
+                let shared = is_shared.then_some(usize::from(module == 2));
+                FORMS[form](name, &stacks(module, shared, almost), shared.filter(|_| !almost))
+            });
+            let Some(tensors) = tensors.collect::<Option<Vec<_>>>() else { continue };
+            for dtype in [Dtype::F32, Dtype::F64] {
+                let tensors = tensors.iter().flatten().map(|(name, shape, values)| {
+                    let bytes: Vec<u8> = match dtype {
+                        Dtype::F64 => values.iter().flat_map(|&value| f64::from(value).to_le_bytes()).collect(),
+                        _ => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                    };
+                    (name, shape, bytes)
+                });
+                let tensors: Vec<_> = tensors.collect();
+                let views = tensors
+                    .iter()
+                    .map(|(name, shape, bytes)| (name, TensorView::new(dtype, shape.to_vec(), bytes).unwrap()));
+                let dir = tempfile::tempdir().unwrap();
+                safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
+                fs::write(dir.path().join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
+                let adapter = Adapter::open(dir.path()).unwrap();
+                let mut spec = ModelSpec::new();
+                spec.experts(Experts::new("mlp.experts", EXPERTS, WIDTHS[0], WIDTHS[1]).top_k(1)).unwrap();
+                for rank in [TpRank::SINGLE, TpRank::new(1, 2).unwrap()] {
+                    let model = spec.shard(rank).unwrap();
+                    let image = adapter.plan(&model, DType::F32).unwrap();
+                    for (module, shared) in image.shared().iter().enumerate() {
+                        let want = [module < 2, module == 2].map(|is_outer| is_outer && is_shared && !almost);
+                        let is_shared = [shared.a_elems, shared.b_elems].map(|elems| elems.is_some());
+                        assert_eq!(is_shared, want, "form {form}, module {module}");
+                    }
+                    let mut whole = vec![0xee; image.bytes()];
+                    image.write_to(&mut whole).unwrap();
+                    let source = Source::directory(dir.path(), &model, DType::F32).unwrap();
+                    assert_eq!(source.bytes(), whole.len(), "form {form}");
+                    let packed = source.read(|image| {
+                        let mut block = vec![0xee; image.bytes()];
+                        image.write_to(&mut block)?;
+                        Ok(block)
+                    });
+                    assert!(packed.unwrap() == whole, "form {form}, shared {is_shared}, almost {almost}, {dtype:?}");
+                }
+            }
+        }
+    }
+
     /// The factors of square parameters could stand in two ways. Each load uses the one that was given.
     #[test]
     fn a_directory_may_be_given_an_orientation() {
@@ -305,9 +433,7 @@ mod tests {
             for _ in 0..2 {
                 assert!(source.read(pack).unwrap() == whole, "{orientation:?}");
             }
-            // Equal factors are found in memory alone.
-            let memory = Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
-            assert!(!source.is_exact() && memory.is_exact());
+            assert_eq!(source.bytes(), whole.len());
             whole
         });
         assert!(forward != reversed);

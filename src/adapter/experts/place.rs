@@ -11,7 +11,7 @@ use crate::{
         image::{ImageEntry, SlotImage},
         names::{InExperts, Item},
         rectangle::Rectangle,
-        tensor::View,
+        tensor::{View, all},
     },
     model::{ExpertModule, ExpertSlice, ProjectionSite},
 };
@@ -25,14 +25,13 @@ impl<'a> Layer<'a, '_> {
         orientation: Option<Orientation>,
         image: &mut SlotImage<'a>,
     ) -> Result<(), AdapterError> {
-        image.set_has_experts();
         self.add_parameters(orientation)?;
         if let Some((source, _)) = self.empty.iter().find(|(_, at)| !self.is_placeholder(at)) {
             let what = "an empty factor of a module that the model has";
             return Err(AdapterError::UnsupportedTensor { tensor: source.a.name.clone(), what });
         }
         for projection in [self.site.gate_up(), self.site.down()] {
-            self.place_projection(projection, image);
+            self.place_projection(projection, image)?;
         }
         Ok(())
     }
@@ -49,8 +48,8 @@ impl<'a> Layer<'a, '_> {
         }
     }
 
-    fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) {
-        let (slices, input, one_a) = (projection.slices(), projection.input().range(), self.gate_and_up_have_one_a());
+    fn place_projection(&self, projection: &ProjectionSite, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+        let (slices, input, one_a) = (projection.slices(), projection.input().range(), self.gate_and_up_have_one_a()?);
         // `first` is the A placed for an earlier slice.
         let place_a = |image: &mut SlotImage<'a>, first: &mut Option<usize>, a: View<'a>| {
             let placed = first.filter(|_| one_a);
@@ -62,7 +61,8 @@ impl<'a> Layer<'a, '_> {
             image.place(Rectangle::b(b.rows(slice.output.range())))
         };
         let is_here = |module| self.site.held().iter().any(|&expert| self.pairs.contains_key(&(module, expert)));
-        let shared: Vec<_> = slices.iter().map(|slice| self.shared(slice.module, is_here(slice.module))).collect();
+        let shared = slices.iter().map(|slice| self.shared(slice.module, is_here(slice.module)));
+        let shared = shared.collect::<Result<Vec<_>, _>>()?;
 
         let mut first = None;
         let shared_a: Vec<_> = shared.iter().map(|pair| Some(place_a(image, &mut first, pair.a?))).collect();
@@ -90,27 +90,26 @@ impl<'a> Layer<'a, '_> {
                 image.push(ImageEntry { entry, a_elems: a, a_rank: rank, b_elems, rank, scaling: pair.scaling });
             }
         }
+        Ok(())
     }
 
     /// The factors that all experts with this module share, if there are several such experts. Equal on every rank that holds one
     /// of them.
-    fn shared(&self, module: ExpertModule, is_here: bool) -> Shared<'a> {
+    fn shared(&self, module: ExpertModule, is_here: bool) -> Result<Shared<'a>, AdapterError> {
         let mut pairs = self.of(module).map(|(_, pair)| pair).peekable();
         let Some(first) = pairs.next().filter(|_| is_here && pairs.peek().is_some()) else {
-            return Shared { a: None, b: None };
+            return Ok(Shared { a: None, b: None });
         };
-        let (mut a, mut b) = (Some(first.a), Some(first.b));
-        for pair in pairs {
-            a = a.filter(|a| a.same(&pair.a));
-            b = b.filter(|b| b.same(&pair.b));
-        }
-        Shared { a, b }
+        let others: Vec<_> = pairs.collect();
+        let a = all(others.iter().map(|pair| first.a.same(&pair.a)))?.then_some(first.a);
+        let b = all(others.iter().map(|pair| first.b.same(&pair.b)))?.then_some(first.b);
+        Ok(Shared { a, b })
     }
 
-    fn gate_and_up_have_one_a(&self) -> bool {
+    fn gate_and_up_have_one_a(&self) -> Result<bool, AdapterError> {
         let both = |(expert, gate): (usize, &Pair<'a>)| Some((gate.a, self.pairs.get(&(ExpertModule::Up, expert))?.a));
         let mut both = self.of(ExpertModule::Gate).filter_map(both).peekable();
-        both.peek().is_some() && both.all(|(gate, up)| gate.same(&up))
+        Ok(both.peek().is_some() && all(both.map(|(gate, up)| gate.same(&up)))?)
     }
 
     fn of(&self, module: ExpertModule) -> impl Iterator<Item = (usize, &Pair<'a>)> {

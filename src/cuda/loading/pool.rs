@@ -259,7 +259,7 @@ impl Backend for Tiers {
         self.tier.shard(source)
     }
 
-    fn add(&mut self, id: AdapterId, source: Source) -> Result<(usize, bool), PoolError> {
+    fn add(&mut self, id: AdapterId, source: Source) -> Result<usize, PoolError> {
         self.tier.add(id, source)
     }
 

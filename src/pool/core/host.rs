@@ -27,8 +27,6 @@ pub(super) enum HostPlace {
     },
     Ready {
         block: Block,
-        /// Size of the adapter.
-        bytes: usize,
     },
 }
 

@@ -70,9 +70,8 @@ impl Core {
             return false;
         }
         let Some(block) = self.host_block(id, backend) else { return false };
-        let (to, &Entry { bytes, is_exact, .. }) = (block.range(), &self.adapters[&id]);
-        let may_copy = may_copy && is_exact && backend.copies_parts();
-        let room = if may_copy { self.make_room(id, bytes, backend).ok() } else { None };
+        let (to, bytes) = (block.range(), self.adapters[&id].bytes);
+        let room = if may_copy && backend.copies_parts() { self.make_room(id, bytes, backend).ok() } else { None };
         let mut copy = room.map(|copy| Copy { from: to.start..to.start + bytes, ..copy });
         if !backend.read(id, to, copy.as_ref()) {
             copy.take().into_iter().for_each(|copy| self.device.evict(copy.slot));
@@ -151,8 +150,8 @@ impl Core {
     /// Copies an adapter from host memory to the device, if there is room.
     fn place(&mut self, id: AdapterId, backend: &mut impl Backend) -> Placed {
         let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
-        let HostPlace::Ready { block, bytes } = &entry.host else { return Placed::Blocked };
-        let (from, bytes) = (block.offset()..block.offset() + bytes, *bytes);
+        let HostPlace::Ready { block } = &entry.host else { return Placed::Blocked };
+        let (from, bytes) = (block.offset()..block.offset() + entry.bytes, entry.bytes);
         let copy = match self.make_room(id, bytes, backend) {
             Ok(copy) => Copy { from, ..copy },
             Err(placed) => return placed,
@@ -185,15 +184,14 @@ impl Core {
         let Some(entry) = self.adapters.get_mut(&id) else { return };
         let HostPlace::Reading { block, copy } = std::mem::take(&mut entry.host) else { return };
         match result {
-            Ok(bytes) => {
-                (entry.bytes, entry.is_exact) = (bytes, true);
-                entry.host = HostPlace::Ready { block, bytes };
+            Ok(()) => {
+                entry.host = HostPlace::Ready { block };
                 if let Some(loading) = entry.loading.take() {
                     loading.end(Ok(()));
                 }
                 self.host.insert(entry.last_use, id);
                 self.counters.reads += 1;
-                self.counters.read_bytes += bytes as u64;
+                self.counters.read_bytes += entry.bytes as u64;
                 if let Some(copy) = copy {
                     backend.finish(&copy);
                     self.has_placed(id, &copy);

@@ -58,8 +58,6 @@ pub(crate) struct Limits {
 struct Entry {
     /// Size of its block.
     bytes: usize,
-    /// Whether the size is known. Before the first read, it may be an upper bound.
-    is_exact: bool,
     last_use: u64,
     /// Number of the last batch that it was in.
     batch: u64,
@@ -100,15 +98,15 @@ impl Core {
         self.device.add_stream()
     }
 
-    /// Makes an adapter known, of `bytes` bytes if this `is_exact`, and at most as many otherwise.
-    pub(crate) fn register(&mut self, id: AdapterId, bytes: usize, is_exact: bool) -> Result<(), PoolError> {
+    /// Makes an adapter of `bytes` bytes known.
+    pub(crate) fn register(&mut self, id: AdapterId, bytes: usize) -> Result<(), PoolError> {
         for (what, blocks) in [("arena", &self.device.blocks), ("host tier", &self.host.blocks)] {
             if !blocks.can_hold(bytes) {
                 let max = blocks.usage().capacity;
                 return Err(PoolError::TooLarge { adapters: 1, bytes, what, max });
             }
         }
-        self.adapters.insert(id, Entry { bytes, is_exact, ..Entry::default() });
+        self.adapters.insert(id, Entry { bytes, ..Entry::default() });
         Ok(())
     }
 
@@ -271,7 +269,7 @@ impl Core {
     /// Frees the host memory of an adapter that is not being copied.
     fn forget(&mut self, id: AdapterId, backend: &mut impl Backend) {
         let Some(entry) = self.adapters.get_mut(&id) else { return };
-        if let HostPlace::Ready { block, .. } = std::mem::take(&mut entry.host) {
+        if let HostPlace::Ready { block } = std::mem::take(&mut entry.host) {
             self.host.remove(entry.last_use);
             self.host.blocks.free(block);
             backend.forget(id);

@@ -47,7 +47,7 @@ struct Uses {
 }
 
 /// The devices of a pool.
-trait Worlds: Backend<Source = (usize, bool)> {
+trait Worlds: Backend<Source = usize> {
     /// Of one world, or more.
     fn of(worlds: Vec<TestDevice>) -> Self;
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice>;
@@ -181,7 +181,7 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn register(&mut self) {
-        let source = (self.rng.random_range(1..5 * GRANULE_BYTES), self.rng.random_ratio(3, 4));
+        let source = self.rng.random_range(1..5 * GRANULE_BYTES);
         let id = if self.rng.random() {
             self.pool.register(source)
         } else {

@@ -211,8 +211,8 @@ impl TestDevice {
     /// Ends a read, unless it has ended, and tells the pool.
     pub(super) fn tell_read(&mut self, read: usize, is_good: bool) {
         self.end_read(read, is_good);
-        let Reading { id, to, end, .. } = self.reads.swap_remove(read);
-        let result = if end.unwrap() { Ok(to.len()) } else { Err(SlotError::OtherTable.into()) };
+        let Reading { id, end, .. } = self.reads.swap_remove(read);
+        let result = if end.unwrap() { Ok(()) } else { Err(SlotError::OtherTable.into()) };
         self.told.push_back(Read { id, time: Duration::ZERO, result });
     }
 
@@ -302,16 +302,16 @@ impl TestDevice {
 
 /// Tests register adapters with the [core](super::Core).
 impl Backend for TestDevice {
-    /// The size of its block in bytes, and whether it is exact.
-    type Source = (usize, bool);
+    /// The size of its block in bytes.
+    type Source = usize;
     type Weights = ();
     type Batch<'a> = ();
     type Workspace = ();
     type Step<'a> = ();
     type Error = OperandError;
 
-    fn add(&mut self, _id: AdapterId, size: (usize, bool)) -> Result<(usize, bool), PoolError> {
-        Ok(size)
+    fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<usize, PoolError> {
+        Ok(bytes)
     }
 
     fn remove(&mut self, _id: AdapterId) {}
