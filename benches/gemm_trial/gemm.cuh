@@ -1,814 +1,903 @@
-// y[T,N] = x[T,K] W[N,K]^T + B v', tokens = M of wgmma, W's rows = N, 5-D TMA of W permutes rows of
-// each 32 as B's cores are.
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//
+// A trial: the fused linear of many tokens in bf16 on sm_90a: y = x W^T + bias + B (A x) in one
+// launch.
+//
+// A cluster of two blocks takes jobs of 256 tokens, a pair of tiles of 128: first those of v = A x,
+// whose columns are rank tiles of the adapters that the pair's tokens have, then those of y, 128
+// outputs of a slice each. Both are products with x, which is in the 128-byte swizzle; A is in
+// cores as it is stored, W in the swizzle.
+//
+// B v is an extension of K: behind the products with W, a job multiplies the terms of v by B of
+// each adapter of its tokens, into the same sums. v is zero where a token does not own the adapter,
+// and B is finite, so no token's sum depends on another's adapter, and y is rounded once.
+//
+// Warp 0 of a block fills a ring of stages of 64 features by tensor copies; each
+// block loads half of W or A for both. Warp 1 lists the adapters of the next job's tokens. Warps 1
+// to 3 fill the stages of the extension, which follow those of K in the ring. Two warpgroups
+// multiply 64 tokens each.
+//
+// W's rows come in the order of B's cores (aril_descriptor), so that B is multiplied as it is
+// stored, and a lane has eight adjacent outputs.
+//
+// Progress: a job of y waits for its pair's jobs of v, so that all clusters must be resident at
+// once. (Jobs that clusters claim one after the other need no residency, and cost a wave where
+// there are about as many jobs as clusters.)
+//
+// Bits: features in order, then the ranks of the token's adapter in order. No job changes them.
+//
+// Bound: products. The extension multiplies 32 elements of K for each 16 ranks of an adapter of a
+// tile; a job of v costs as much as one of y.
 #pragma once
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
 
-#include "wgmma.h"
-#define DI __device__ __forceinline__
-typedef __nv_bfloat16 bf16;
-DI uint32_t s2u(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-DI void mbar_init(uint32_t b, int n) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n));
-}
-DI void mbar_expect(uint32_t b, int n) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n)
-               : "memory");
-}
-DI void mbar_arrive(uint32_t b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
-}
-DI void mbar_arrive_cl(uint32_t b) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
-}
-DI void mbar_wait(uint32_t b, int ph) {
-  asm volatile(
-      "{\n.reg .pred P;\nLW_%=: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], %1;\n@P bra "
-      "LD_%=;\nbra LW_%=;\nLD_%=:\n}" ::"r"(b),
-      "r"(ph)
-      : "memory");
-}
-DI void tma2d(uint32_t dst, const CUtensorMap* m, int cx, int cy, uint32_t bar, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
-      "l"(m), "r"(cx), "r"(cy), "r"(bar), "l"(hint)
-      : "memory");
-}
-DI void tma2d_mc(uint32_t dst, const CUtensorMap* m, int cx, int cy, uint32_t bar, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
-      "cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(dst),
-      "l"(m), "r"(cx), "r"(cy), "r"(bar), "h"((uint16_t)3), "l"(hint)
-      : "memory");
-}
-DI void tma5d(uint32_t dst, const CUtensorMap* m, int cx, int g, uint32_t bar, uint64_t hint) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;" ::"r"(dst),
-      "l"(m), "r"(cx), "r"(0), "r"(g), "r"(bar), "l"(hint)
-      : "memory");
-}
-DI void bulk(uint32_t dst, const void* src, int bytes, uint32_t bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(dst),
-      "l"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-DI uint32_t ctarank() {
-  uint32_t r;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-DI uint32_t nctarank() {
-  uint32_t r;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
-  return r;
-}
-DI uint32_t mapa(uint32_t a, uint32_t c) {
-  uint32_t r;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(c));
-  return r;
-}
-DI uint32_t pack(float a, float b) {
-  __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-  return *(uint32_t*)&h;
-}
-DI void wg_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DI void wg_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N>
-DI void wg_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-template <int N>
-DI void regs_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-DI void regs_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-DI void st_async4(uint32_t a, float x, float y, float z, float w, uint32_t bar) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, "
-      "[%5];" ::"r"(a),
-      "f"(x), "f"(y), "f"(z), "f"(w), "r"(bar)
-      : "memory");
-}
-DI void ldsm4(uint32_t (&r)[4], uint32_t a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(a)
-               : "memory");
-}
-DI void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-            uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DI void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void pdl_go() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DI unsigned ld_acq(const unsigned* p) {
-  unsigned v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-DI uint64_t desc128(uint32_t a) {
-  return (uint64_t)((a & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+#include "device/descriptor.cuh"
+#include "device/product.cuh"
+#include "device/reduction.cuh"
+#include "linear/large_m_shrink.cuh"
+#include "ptx/async.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace aril {
+
+// As in csrc/ptx, where this kernel alone would use it.
+constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* global) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(global) : "memory");
+  return value;
 }
 
-DI uint64_t desc_core(uint32_t a, int to_columns, int to_rows) {
-  return (uint64_t)((a & 0x3FFFF) >> 4) | (uint64_t)(to_columns >> 4) << 16 |
-         (uint64_t)(to_rows >> 4) << 32;
+// Copies bytes to the same place of both blocks of a cluster, and counts them at the same barrier
+// of both. Addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void copy_to_both(void* shared, const void* global, uint32_t bytes,
+                                             TransactionBarrier& arrival) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&arrival.barrier)), "h"(static_cast<uint16_t>(3))
+      : "memory");
 }
 
-struct Desc {
-  const bf16 *a, *b;
-  int rank;
-  float scaling;
-};  // as aril_descriptor
-struct List {
-  int n;
-  int pad[3];
-  int slot[256];
-  unsigned mask[256][8];
-};  // adapters of 256 tokens, and whose each token is
-constexpr uint64_t kFirst = 0x12F0000000000000ull, kLast = 0x14F0000000000000ull;
-constexpr int kStepBytes = 4096;  // of v' of 64 tokens and 16 ranks: two terms of [8][2] cores
+// Copies a box of rows, in the order of B's cores, to the same place of both blocks of a cluster,
+// and counts its bytes at the same barrier of both. The map has five dimensions: features, 2 rows,
+// 4 rows that are 8 apart, 4 that are 2 apart, and groups of 32.
+__device__ __forceinline__ void copy_rows_to_both(void* shared, const CUtensorMap& map, int column,
+                                                  int group, TransactionBarrier& arrival) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;" ::"r"(
+          shared_address(shared)),
+      "l"(&map), "r"(column), "r"(0), "r"(group), "r"(shared_address(&arrival.barrier)),
+      "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
 
-struct GemmParams {
-  CUtensorMap w[3], x;
-  bf16* y;
-  int N, T, K;
-  int S, out[3], first[4];       // slices: outputs, first block of rows; [S]: all
-  int items, ntok, kc;           // of all clusters; token tiles; stages of a block and item
-  int stages, trig, per;         // per: adapters in a stage of B
-  int lora, steps, chunk_bytes;  // steps of 16 ranks in v'
-  const Desc* table;
-  const List* list;
-  const char* vp;
-  unsigned* flag;
-  int xmode;  // 0 flag, 1 x is old, 2 wait
-  unsigned long long* ts;
+// Counts this thread's arrival at a barrier of the cluster.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Counts this thread's arrival when its copies by copy_async() have completed.
+__device__ __forceinline__ void arrive_with_copies(TransactionBarrier& arrival) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&arrival.barrier))
+      : "memory");
+}
+
+#endif
+#if __CUDA_ARCH_FEAT_SM90_ALL
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_for() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Gives registers to, or takes them from, the threads of a warpgroup, which then have `kCount`
+// each.
+template <int kCount, bool kMore>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kMore) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+  }
+}
+
+// sums[64, 128] = rows[64, 16] * columns[16, 128], or += if `adds`.
+#define COLUMN(c) "+f"(sums[c][0]), "+f"(sums[c][1]), "+f"(sums[c][2]), "+f"(sums[c][3])
+#define COLUMNS(c) COLUMN(c), COLUMN(c + 1), COLUMN(c + 2), COLUMN(c + 3)
+__device__ __forceinline__ void wgmma_k16_n128(float (&sums)[16][4], uint64_t rows,
+                                               uint64_t columns, bool adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+      "}, %64, %65, adds, 1, 1, 0, 0;\n}\n"
+      : COLUMNS(0), COLUMNS(4), COLUMNS(8), COLUMNS(12)
+      : "l"(rows), "l"(columns), "r"(static_cast<int>(adds)));
+}
+#undef COLUMNS
+#undef COLUMN
+#endif
+
+}  // namespace aril
+
+namespace aril::detail {
+
+constexpr int kForwardTokens = 128;  // of a tile
+constexpr int kForwardOuts = 128;
+constexpr int kForwardThreads = 3 * kWarpgroupThreads;
+constexpr int kMultipliers = 2;  // warpgroups
+constexpr int kFillers = 3;      // warps
+constexpr int kClusterBlocks = 2;
+constexpr int kMapRows = kForwardOuts / kClusterBlocks;  // of W in a tensor copy
+constexpr int kForwardStages = 7;
+// Registers of a thread: 3 * 168 at the start.
+constexpr int kProducerRegisters = 56, kMultiplierRegisters = 224;
+
+// A stage of the ring: x, and W or A; or the extension's steps of 16 ranks, their terms of v
+// [kTerms][2 octets of ranks][16 cores], and their B [2][16 cores].
+constexpr int kForwardXBytes = kForwardTokens * kStageFeatures * 2;
+constexpr int kForwardWBytes = kForwardOuts * kStageFeatures * 2;
+constexpr int kForwardStageBytes = 32768;
+static_assert(kForwardStageBytes == kForwardXBytes + kForwardWBytes);
+constexpr int kOctetBytes = kForwardTokens * 16;  // of a term of v
+constexpr int kStepTermsBytes = 2 * kTerms * kOctetBytes;
+constexpr int kStepBBytes = 2 * kForwardOuts * 16;
+constexpr int kStageSteps = kForwardStageBytes / (kStepTermsBytes + kStepBBytes);
+// Rank tiles of a job of v.
+constexpr int kJobRankTiles = kForwardOuts / ARIL_RANK_TILE;
+
+// v, scaled, in bf16 terms [tokens][slices][octets of ranks][kTerms][8].
+struct VTerms {
+  static constexpr int kPieceBytes = 16;
+  int num_slices, octets;
+
+  __device__ __forceinline__ explicit VTerms(const aril_linear_args& p)
+      : num_slices(p.num_slices), octets(rank_tiles(p.weights)) {}
+
+  __device__ __forceinline__ int64_t at(int token, int slice, int octet) const {
+    return ((int64_t{token} * num_slices + slice) * octets + octet) * (kTerms * kPieceBytes);
+  }
 };
-DI unsigned long long now() {
-  unsigned long long t;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-  return t;
-}
-#define TS(k)                                                        \
-  do {                                                               \
-    if (p.ts && lane == 0) p.ts[(size_t)blockIdx.x * 8 + k] = now(); \
-  } while (0)
-template <int N>
-DI void pin(float (&d)[N]) {
+
+// What the jobs of a pair have counted. Zero between launches.
+struct PairCounts {
+  uint32_t v;  // warpgroups that have ended a job of v
+  uint32_t y;  // fillers that have ended one of y
+};
+
+struct ForwardGrid {
+  int32_t first_job[ARIL_MAX_SLICES + 1];  // of a slice and pair; the last: all jobs of y of a pair
+  int32_t pairs;
+  int32_t group;   // pairs that are multiplied by the same W in turn
+  int32_t v_jobs;  // of a pair
+  int32_t clusters;
+};
+
+struct LargeMForwardParams {
+  CUtensorMap w[ARIL_MAX_SLICES], x;
+  aril_linear_args args;
+  const void* bias;
+  unsigned char* terms;
+  PairCounts* counts;
+  ForwardGrid grid;
+
+  __device__ __forceinline__ PairCounts* counts_of(int pair) const { return counts + pair; }
+  __device__ __forceinline__ int num_jobs() const {
+    return grid.pairs * (grid.v_jobs + grid.first_job[ARIL_MAX_SLICES]);
+  }
+};
+
+// A rank tile of A, and whose it is.
+struct VTile {
+  const char* a;
+  int32_t k_tile_bytes;
+  int16_t slot;
+  uint8_t slice, octet;
+};
+
+// The adapters of a job's tokens, in the order of their first tokens.
+struct AdapterList {
+  union {
+    struct {
+      int32_t steps;       // of 16 ranks, of all of the block's adapters
+      int32_t most_steps;  // of this block and the other one
+      int32_t adapters;
+    };
+    struct {
+      int32_t v_tiles;  // of the job
+      int32_t more;     // whether the job has further ones behind them
+    };
+  };
+  uint16_t slots[kClusterBlocks * kForwardTokens];
+  union {
+    struct {
+      uint16_t first_steps[kForwardTokens];
+      uint8_t adapter_of[kForwardTokens];  // of a token; kNone
+    };
+    VTile tiles[kJobRankTiles];
+  };
+  static constexpr int kNone = 255;
+
+  __device__ __forceinline__ int stages() const { return ceil_div(most_steps, kStageSteps); }
+};
+
+struct ForwardShared {
+  TransactionBarrier full[kForwardStages], empty[kForwardStages];
+  // Of the extension: a stage may be filled, its terms are there.
+  TransactionBarrier ready[kForwardStages], filled[kForwardStages];
+  TransactionBarrier listed[2], unlisted[2];
+  AdapterList lists[2];
+};
+static_assert(sizeof(ForwardShared) <= 3072);
+
+struct ForwardJob {
+  int pair;
+  int v_job;               // -1: a job of y
+  int slice, first, outs;  // of y
+
+  __device__ __forceinline__ ForwardJob(const LargeMForwardParams& p, int number)
+      : v_job(-1), slice(0), first(0), outs(0) {
+    const ForwardGrid& grid = p.grid;
+    if (number < grid.v_jobs * grid.pairs) {
+      v_job = number / grid.pairs;
+      pair = number - v_job * grid.pairs;
+      return;
+    }
+    number -= grid.v_jobs * grid.pairs;
+    const int all = grid.first_job[ARIL_MAX_SLICES];
+    const int group = number / (grid.group * all), in_group = number - group * grid.group * all;
+    const int pairs = min(grid.group, grid.pairs - group * grid.group);
+    int job = in_group / pairs;
+    pair = group * grid.group + in_group - job * pairs;
+    while (slice + 1 < p.args.num_slices && job >= grid.first_job[slice + 1]) ++slice;
+    job -= grid.first_job[slice];
+    first = job * kForwardOuts;
+    outs = min(kForwardOuts, p.args.out_features[slice] - first);
+  }
+
+  __device__ __forceinline__ int first_token(int block) const {
+    return (kClusterBlocks * pair + block) * kForwardTokens;
+  }
+};
+
+// A place in a ring, and the parity of its turn.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The parities of stages that are used for the extension.
+struct StageParities {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ void wait(const TransactionBarrier* barriers, int stage) {
+    barriers[stage].wait(bits >> stage & 1);
+    bits ^= 1u << stage;
+  }
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+// A role's way through the jobs and lists of its block: all roles take the same.
+class ForwardTurns {
+ public:
+  __device__ __forceinline__ ForwardTurns(const LargeMForwardParams& p, ForwardShared& shared)
+      : p_(p), shared_(shared), next_(blockIdx.x / kClusterBlocks) {}
+
+  // The next job; -1 behind the last.
+  __device__ __forceinline__ int next() {
+    const int number = next_;
+    next_ += p_.grid.clusters;
+    return number < p_.num_jobs() ? number : -1;
+  }
+
+  __device__ __forceinline__ const AdapterList& list() {
+    shared_.listed[list_.stage].wait(list_.parity);
+    return shared_.lists[list_.stage];
+  }
+  // The role does not read the list again.
+  __device__ __forceinline__ void end_list(bool leads) {
+    if (leads) arrive(shared_.unlisted[list_.stage]);
+    list_.advance(2);
+  }
+  __device__ __forceinline__ AdapterList& list_to_make() {
+    shared_.unlisted[list_.stage].wait(list_.parity ^ 1);
+    return shared_.lists[list_.stage];
+  }
+  __device__ __forceinline__ void make_list() { arrive(shared_.listed[list_.stage]); }
+
+ private:
+  const LargeMForwardParams& p_;
+  ForwardShared& shared_;
+  int next_;
+  RingPlace list_;
+};
+
+__device__ __forceinline__ int warp_scan(int value) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value += before;
+  }
+  return value;
 }
-// MODE 0 alone, 1 two blocks of other rows share x, 2 two blocks share K
-template <int MW, int MG, int NG, int NB, int MODE>
-struct Cfg {
-  static constexpr int T = 64 * MW * MG, RB = NB * NG, WGS = MG * NG, ACC = MW * NB / 2,
-                       G = NB / 32, H0 = MODE == 2 ? (G + 1) / 2 : G;
-  static constexpr bool kBig = ACC > 96;
-  static constexpr int kCap = kBig || WGS <= 1 ? 384 : 512;  // threads that registers are left for
-  static constexpr bool kMove = WGS == 2 && ACC >= 96;
-  static constexpr int kChunk = MW > 1 ? 16 : 32,
-                       kVBytes =
-                           T / 64 * kChunk / 16 * kStepBytes;  // ranks at a time, and their v'
+
+// The distinct slots of kTokens tokens, in the order of their first tokens, and of each of a lane's
+// tokens the number of its slot among them. Returns how many there are. A whole warp calls it.
+template <int kTokens>
+__device__ __forceinline__ int find_adapters(const aril_linear_args& p, int first_token,
+                                             uint16_t* slots_of, int (&adapters)[kTokens / 32]) {
+  constexpr int kOfLane = kTokens / 32;
+  const int lane = threadIdx.x % 32;
+  const int num_tokens = min(p.num_tokens, *p.routing.num_tokens);
+  int slots[kOfLane];
+  uint32_t pending[kOfLane];
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int token = first_token + i * 32 + lane;
+    slots[i] = token < num_tokens ? p.routing.slots[token] : -1;
+    if (slots[i] >= p.weights.num_slots) slots[i] = -1;
+    pending[i] = __ballot_sync(0xffffffffu, slots[i] >= 0);
+    adapters[i] = AdapterList::kNone;
+  }
+  int count = 0;
+  for (;; ++count) {
+    int word = -1;
+#pragma unroll
+    for (int i = kOfLane - 1; i >= 0; --i) word = pending[i] != 0 ? i : word;
+    if (word < 0) break;
+    int slot = 0;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (word == i) slot = __shfl_sync(0xffffffffu, slots[i], __ffs(pending[i]) - 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      pending[i] &= ~__ballot_sync(0xffffffffu, slots[i] == slot);
+      if (slots[i] == slot) adapters[i] = count;
+    }
+    if (lane == 0) slots_of[count] = static_cast<uint16_t>(slot);
+  }
+  __syncwarp();
+  return count;
+}
+
+// Lists up to kJobRankTiles rank tiles of A, from number `first` on, of the adapters of a pair.
+__device__ __forceinline__ void list_v_tiles(const aril_linear_args& p, int first_token, int first,
+                                             int stride, AdapterList& list) {
+  const int lane = threadIdx.x % 32;
+  int adapters[kClusterBlocks * kForwardTokens / 32];
+  const int count =
+      find_adapters<kClusterBlocks * kForwardTokens>(p, first_token, list.slots, adapters);
+  int all = 0;
+  for (int at = 0; at < count; at += 32) {
+    const int slot = at + lane < count ? list.slots[at + lane] : -1;
+    int own = 0;
+    for (int slice = 0; slice < p.num_slices; ++slice) {
+      own += ceil_div(module_of(p.weights, slot, slice).rank, ARIL_RANK_TILE);
+    }
+    const int end = warp_scan(own);
+    int tile = all + end - own - first;
+    all += __shfl_sync(0xffffffffu, end, 31);
+    for (int slice = 0; slot >= 0 && slice < p.num_slices; ++slice) {
+      const aril_descriptor module = module_of(p.weights, slot, slice);
+      const int octets = ceil_div(module.rank, ARIL_RANK_TILE);
+      for (int octet = 0; octet < octets; ++octet, ++tile) {
+        if (tile < 0 || tile >= kJobRankTiles) continue;
+        list.tiles[tile] = {static_cast<const char*>(module.a) + octet * kATileBytes,
+                            octets * kATileBytes, static_cast<int16_t>(slot),
+                            static_cast<uint8_t>(slice), static_cast<uint8_t>(octet)};
+      }
+    }
+  }
+  if (lane == 0) {
+    list.v_tiles = max(0, min(all - first, kJobRankTiles));
+    list.more = all > first + stride;
+  }
+  __syncwarp();
+}
+
+// The steps of 16 ranks of the adapters of a tile of tokens. Lists them, if there is a list.
+__device__ __forceinline__ int list_steps(const aril_linear_args& p, int slice, int first_token,
+                                          uint16_t* slots, AdapterList* list) {
+  const int lane = threadIdx.x % 32;
+  int adapters[kForwardTokens / 32];
+  const int count = find_adapters<kForwardTokens>(p, first_token, slots, adapters);
+  int steps = 0;
+  for (int first = 0; first < count; first += 32) {
+    const int i = first + lane, slot = i < count ? slots[i] : -1;
+    const int own = ceil_div(module_of(p.weights, slot, slice).rank, kRanksPerStep);
+    const int end = warp_scan(own);
+    if (list != nullptr && i < count) {
+      list->first_steps[i] = static_cast<uint16_t>(steps + end - own);
+    }
+    steps += __shfl_sync(0xffffffffu, end, 31);
+  }
+  __syncwarp();
+  if (list == nullptr) return steps;
+#pragma unroll
+  for (int i = 0; i < kForwardTokens / 32; ++i) {
+    list->adapter_of[i * 32 + lane] = static_cast<uint8_t>(adapters[i]);
+  }
+  if (lane == 0) {
+    list->steps = steps;
+    list->adapters = count;
+  }
+  return steps;
+}
+
+// Loads A of a job of v, by all warps of the producers: each has some rank tiles, since a warp
+// starts its copies one after the other. Warp 0 loads x, too.
+__device__ __forceinline__ void load_v_job(const LargeMForwardParams& p, ForwardShared& shared,
+                                           unsigned char* ring, const ForwardJob& job, int block,
+                                           const AdapterList& list, RingPlace& place,
+                                           int stages_of_k) {
+  constexpr int kWarps = 1 + kFillers;
+  constexpr int kStagesOfKTile = ARIL_K_TILE / kStageFeatures;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int tiles = list.v_tiles, own = (lane * kWarps + warp) * kClusterBlocks + block;
+  const bool has = own < tiles;
+  const char* a = has ? list.tiles[own].a : nullptr;
+  const int k_tile_bytes = has ? list.tiles[own].k_tile_bytes : 0;
+  for (int k = 0; k < stages_of_k && tiles > 0; ++k, place.advance(kForwardStages)) {
+    unsigned char* const x = ring + place.stage * kForwardStageBytes;
+    TransactionBarrier& full = shared.full[place.stage];
+    shared.empty[place.stage].wait(place.parity);
+    if (threadIdx.x == 0) {
+      full.expect(kForwardXBytes + tiles * kStageATileBytes);
+      copy_box(x, p.x, k * kStageFeatures, job.first_token(block), full, kEvictNormal);
+    }
+    if (has) {
+      copy_to_both(
+          x + kForwardXBytes + own * kStageATileBytes,
+          a + int64_t{k / kStagesOfKTile} * k_tile_bytes + k % kStagesOfKTile * kStageATileBytes,
+          kStageATileBytes, full);
+    }
+  }
+}
+
+// 16 ranks of an adapter, in a tile.
+struct ExtensionStep {
+  const char* b;  // of the tile's first output tile
+  int adapter, octet, octets, halves;
+
+  ExtensionStep() = default;
+  __device__ __forceinline__ ExtensionStep(const aril_linear_args& p, const ForwardJob& job,
+                                           const AdapterList& list, int adapter, int step)
+      : adapter(adapter) {
+    const aril_descriptor module = module_of(p.weights, list.slots[adapter], job.slice);
+    octet = 2 * (step - list.first_steps[adapter]);
+    octets = ceil_div(module.rank, ARIL_RANK_TILE);
+    halves = min(octets - octet, 2);
+    b = static_cast<const char*>(module.b) +
+        (int64_t{job.first / ARIL_OUT_TILE} * octets + octet) * kBTileBytes;
+  }
+
+  // B of half a step and an output tile. Without a second rank tile v is zero there, and the first
+  // one stands for it.
+  __device__ __forceinline__ const char* b_of(int out_tile, int half) const {
+    return b + (int64_t{out_tile} * octets + min(half, halves - 1)) * kBTileBytes;
+  }
 };
-template <int MW, int MG, int NG, int NB, int MODE>
-__global__ void __launch_bounds__(Cfg<MW, MG, NG, NB, MODE>::kCap, 1)
-    k_gemm(const __grid_constant__ GemmParams p) {
-  using C = Cfg<MW, MG, NG, NB, MODE>;
-  if (threadIdx.x == 0 && p.ts) p.ts[(size_t)blockIdx.x * 8] = now();
-  extern __shared__ uint8_t smem_raw[];
-  constexpr int T = C::T, RB = C::RB, WGS = C::WGS, G = C::G, H0 = C::H0, SH = MODE == 1 ? 2 : 1,
-                CLS = MODE ? 2 : 1;
-  constexpr int kStage = RB * 128 + T * 128, kChunk = C::kChunk;
-  static_assert(MODE != 2 || (NG == 1 && MW == 1), "");
-  const uint32_t base = (s2u(smem_raw) + 1023) & ~1023u;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int c = MODE ? (int)ctarank() : 0, cid = blockIdx.x / CLS, ncl = gridDim.x / CLS,
-            stages = p.stages;
-  const uint32_t vreg = base + stages * kStage, recv = vreg + (p.lora ? C::kVBytes : 0),
-                 bars = recv + (MODE == 2 ? WGS * H0 * 8192 : 0), rbar = bars + stages * 24,
-                 vfull = rbar + 8, vempty = rbar + 16;
-  auto full = [&](int s) { return bars + s * 24; };
-  auto wempty = [&](int s) { return bars + s * 24 + 8; };
-  auto xempty = [&](int s) { return bars + s * 24 + 16; };
-  struct Item {
-    int h, slice, n0, valid;
-  };
-  auto item = [&](int i) {
-    Item r;
-    r.h = i % p.ntok;
-    int rb = i / p.ntok;
-    if (MODE == 1) rb = rb * 2 + c;
-    r.slice = 0;
-    while (r.slice + 1 < p.S && rb >= p.first[r.slice + 1]) r.slice++;
-    r.n0 = (rb - p.first[r.slice]) * RB;
-    r.valid = rb < p.first[p.S];
-    return r;
-  };
-  // columns of the tile that this block finishes
-  const int own0 = MODE == 2 && c ? H0 * 32 : 0, own1 = MODE == 2 && !c ? H0 * 32 : NB * NG;
-  auto listof = [&](int h) { return p.list + h * T / 256; };
-  const int nch = (p.steps * 16 + kChunk - 1) / kChunk;
-  auto nexp = [&](int h) {
-    const int na = p.lora ? __ldg(&listof(h)->n) : 0;
-    return (na + p.per - 1) / p.per * nch;
-  };
-  constexpr int pw = WGS * 4;
-  if (warp == pw) {
-    if (lane == 0) {
-      for (int s = 0; s < stages; s++) {
-        mbar_init(full(s), 2);
-        mbar_init(wempty(s), WGS * 4);
-        mbar_init(xempty(s), WGS * 4 * SH);
+
+// The warp that loads x, W and A.
+__device__ __forceinline__ void load_forward(const LargeMForwardParams& p, ForwardShared& shared,
+                                             unsigned char* ring, int block, bool has_lora) {
+  const int lane = threadIdx.x % 32;
+  const int stages_of_k = ceil_div(p.args.in_features, kStageFeatures);
+  ForwardTurns turns(p, shared);
+  RingPlace place = {0, 1};
+  for (;;) {
+    const int number = turns.next();
+    if (number < 0) return;
+    const ForwardJob job(p, number);
+    if (job.v_job >= 0) {
+      bool more;
+      do {
+        const AdapterList& list = turns.list();
+        more = list.more != 0;
+        load_v_job(p, shared, ring, job, block, list, place, stages_of_k);
+        __syncwarp();
+        turns.end_list(lane == 0);
+      } while (more);
+      continue;
+    }
+    const int group = job.first / ARIL_OUT_UNIT + block * (kMapRows / ARIL_OUT_UNIT);
+    for (int k = 0; k < stages_of_k; ++k, place.advance(kForwardStages)) {
+      unsigned char* const x = ring + place.stage * kForwardStageBytes;
+      unsigned char* const w = x + kForwardXBytes + block * (kForwardWBytes / kClusterBlocks);
+      TransactionBarrier& full = shared.full[place.stage];
+      shared.empty[place.stage].wait(place.parity);
+      if (lane != 0) continue;
+      full.expect(kForwardStageBytes);
+      copy_box(x, p.x, k * kStageFeatures, job.first_token(block), full, kEvictNormal);
+      copy_rows_to_both(w, p.w[job.slice], k * kStageFeatures, group, full);
+    }
+    if (!has_lora) continue;
+    const AdapterList& list = turns.list();
+    const int steps = list.steps, stages = list.stages();
+    __syncwarp();
+    turns.end_list(lane == 0);
+    for (int i = 0; i < stages; ++i, place.advance(kForwardStages)) {
+      shared.empty[place.stage].wait(place.parity);
+      if (lane != 0) continue;
+      arrive(i * kStageSteps < steps ? shared.ready[place.stage] : shared.full[place.stage]);
+    }
+  }
+}
+
+// Waits until all jobs of v of a pair have ended.
+__device__ __forceinline__ void wait_for_v(const LargeMForwardParams& p, int pair) {
+  const uint32_t all = kClusterBlocks * kMultipliers * p.grid.v_jobs;
+  while (load_acquire(&p.counts_of(pair)->v) < all) {
+  }
+}
+
+// The warps that fill the extension of K.
+__device__ __forceinline__ void fill_forward(const LargeMForwardParams& p, ForwardShared& shared,
+                                             unsigned char* ring, int block) {
+  const int filler = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+  const int thread = filler * 32 + lane;
+  const int stages_of_k = ceil_div(p.args.in_features, kStageFeatures);
+  const VTerms terms(p.args);
+  ForwardTurns turns(p, shared);
+  StageParities ready;
+  RingPlace place = {0, 1};  // of jobs of v, which come first
+  int stage = 0;
+  const auto pass = [&](int stages) { stage = (stage + stages) % kForwardStages; };
+  for (;;) {
+    const int number = turns.next();
+    if (number < 0) return;
+    const ForwardJob job(p, number);
+    if (job.v_job >= 0) {
+      bool more;
+      for (int first = job.v_job * kJobRankTiles;; first += p.grid.v_jobs * kJobRankTiles) {
+        if (filler == 0) {
+          AdapterList& list = turns.list_to_make();
+          list_v_tiles(p.args, job.first_token(0), first, p.grid.v_jobs * kJobRankTiles, list);
+          if (lane == 0) turns.make_list();
+        }
+        const AdapterList& list = turns.list();
+        more = list.more != 0;
+        load_v_job(p, shared, ring, job, block, list, place, stages_of_k);
+        stage = place.stage;
+        __syncwarp();
+        turns.end_list(lane == 0);
+        if (!more) break;
       }
-      mbar_init(vfull, 1);
-      mbar_init(vempty, WGS * 4);
-      if (MODE == 2) {
-        mbar_init(rbar, 1);
-        mbar_expect(rbar, WGS * (c ? G - H0 : H0) * 8192);
+      continue;
+    }
+    if (filler == 0) {
+      AdapterList& list = turns.list_to_make();
+      const int others =
+          list_steps(p.args, job.slice, job.first_token(block ^ 1), list.slots, nullptr);
+      const int own = list_steps(p.args, job.slice, job.first_token(block), list.slots, &list);
+      if (lane == 0) {
+        list.most_steps = max(own, others);
+        turns.make_list();
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+    }
+    const AdapterList& list = turns.list();
+    const int steps = list.steps, stages = list.stages();
+    const int out_tiles = ceil_div(job.outs, ARIL_OUT_TILE);
+    if (steps > 0) wait_for_v(p, job.pair);
+    pass(stages_of_k);
+    int adapter = 0;
+    for (int i = 0; i < stages; ++i, pass(1)) {
+      const int first = i * kStageSteps, count = min(steps - first, kStageSteps);
+      if (count <= 0) continue;
+      ExtensionStep all[kStageSteps];
+#pragma unroll
+      for (int s = 0; s < kStageSteps; ++s) {
+        while (adapter + 1 < list.adapters && list.first_steps[adapter + 1] <= first + s) ++adapter;
+        if (s < count) {
+          all[s] = ExtensionStep(p.args, job, list, adapter, first + s);
+          constexpr int kLines = kBTileBytes / 128;
+          for (int j = thread; j < 2 * out_tiles * kLines; j += 32 * kFillers) {
+            prefetch_l2(all[s].b_of(j / kLines / 2, j / kLines % 2) + j % kLines * 128);
+          }
+        }
+      }
+      ready.wait(shared.ready, stage);
+      unsigned char* const to = ring + stage * kForwardStageBytes;
+      TransactionBarrier& full = shared.full[stage];
+#pragma unroll
+      for (int s = 0; s < kStageSteps; ++s) {
+        if (s >= count) break;
+        const ExtensionStep& step = all[s];
+        for (int j = lane * kFillers + filler; j < 2 * out_tiles; j += 32 * kFillers) {
+          full.copy(to + kStageSteps * kStepTermsBytes + s * kStepBBytes +
+                        j % 2 * (kStepBBytes / 2) + j / 2 * kBTileBytes,
+                    step.b_of(j / 2, j % 2), kBTileBytes);
+        }
+        const int half = lane / 2 % 2, term = lane % 2;
+        unsigned char* const to_terms = to + s * kStepTermsBytes + (term * 2 + half) * kOctetBytes;
+        const unsigned char* const from =
+            p.terms +
+            terms.at(job.first_token(block), job.slice, step.octet + min(half, step.halves - 1)) +
+            term * VTerms::kPieceBytes;
+        const int64_t row_bytes = terms.at(1, 0, 0);
+        for (int t = thread / 4; t < kForwardTokens; t += 8 * kFillers) {
+          const bool own = list.adapter_of[t] == step.adapter && half < step.halves;
+          copy_async(to_terms + t * 16, own ? from + t * row_bytes : from, own ? 16 : 0);
+        }
+      }
+      arrive_with_copies(shared.filled[stage]);
+      if (thread == 0) full.expect(count * out_tiles * 2 * kBTileBytes);
     }
     __syncwarp();
-    asm volatile("bar.arrive 0, %0;" ::"n"(WGS * 128 + 128) : "memory");
-  } else {
-    asm volatile("bar.sync 0, %0;" ::"n"(WGS * 128 + 128) : "memory");
+    turns.end_list(lane == 0);
+    if (lane == 0) {
+      // The last one resets the pair's counts, when all jobs of v have counted.
+      PairCounts* const counts = p.counts_of(job.pair);
+      const uint32_t all = kClusterBlocks * kFillers * p.grid.first_job[ARIL_MAX_SLICES];
+      if (atomicAdd(&counts->y, 1u) == all - 1) {
+        wait_for_v(p, job.pair);
+        *counts = {0, 0};
+      }
+    }
+    __syncwarp();
   }
-  if (MODE) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
-  if (warp >= pw) {
-    if constexpr (C::kMove) regs_dec<40>();
-    if (warp == pw) {  // ---------------- W and B
-      int s = 0, ph = 0, n = 0;
-      auto get = [&]() {
-        if (n >= stages) mbar_wait(wempty(s), ph ^ 1);
-      };
-      auto adv = [&]() {
-        n++;
-        if (++s == stages) {
-          s = 0;
-          ph ^= 1;
-        }
-      };
-      for (int i = cid; i < p.items; i += ncl) {
-        const Item m = item(i);
-        const List* L = listof(m.h);
-        const int na = p.lora ? __ldg(&L->n) : 0;
-        const bf16* b = nullptr;
-        int rank = 0;
-        auto fetch = [&](int batch) {
-          const int a = batch + lane;
-          rank = 0;
-          if (a < na) {
-            const Desc* d = p.table + (size_t)__ldg(&L->slot[a]) * p.S + m.slice;
-            b = d->b;
-            rank = d->rank;
-          }
-        };
-        fetch(0);
-        if (lane == 0) {
-          const int k0 = MODE == 2 ? c * p.kc : 0, g0 = m.valid ? m.n0 / 32 : 1 << 24;
-          for (int k = 0; k < p.kc; k++) {
-            get();
-            mbar_expect(full(s), RB * 128);
-            tma5d(base + s * kStage, &p.w[m.slice], (k0 + k) * 64, g0, full(s), kFirst);
-            adv();
-          }
-        }
-        __syncwarp();
-        s = __shfl_sync(~0u, s, 0);
-        ph = __shfl_sync(~0u, ph, 0);
-        n = __shfl_sync(~0u, n, 0);
-        const int t0 = (m.n0 + own0) / 64,
-                  t1 = min((m.n0 + own1 - 1) / 64 + 1, (p.out[m.slice] + 63) / 64),
-                  nt = m.valid ? t1 - t0 : 0;
-        if (na > 0)
-          for (int ch = 0; ch < nch; ch++) {
-            for (int e = 0; e * p.per < na; e++) {
-              get();
-              const int a0 = e * p.per, a1 = min(na, a0 + p.per),
-                        batch = a0 / 32 * 32;  // per divides 32
-              if (a0 % 32 == 0 && (e > 0 || ch > 0)) fetch(batch);
-              const int a = batch + lane, r0 = ch * kChunk, nrt = (min(rank - r0, kChunk) + 7) / 8;
-              const bool mine = a >= a0 && a < a1 && nrt > 0 && nt > 0;
-              int bytes = mine ? nrt * nt * 1024 : 0;
+// Waits for the other threads of the warpgroup.
+__device__ __forceinline__ void sync_warpgroup(int multiplier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(4 + multiplier), "n"(kWarpgroupThreads) : "memory");
+}
+
+constexpr int kForwardColumns = kForwardOuts / 8;
+// Of a warpgroup: 64 tokens. Lane (g, q) of a warp has outputs 8 q to 8 q + 7 of each 32 of tokens
+// g and g + 8, or ranks 2 q and 2 q + 1 of each rank tile.
+using ForwardSums = float[kForwardColumns][4];
+
+// Stores the terms of a job's v of the tokens that own it.
+__device__ __forceinline__ void store_v(const LargeMForwardParams& p, const AdapterList& list,
+                                        const ForwardSums& sums, int first_row) {
+  const int q = threadIdx.x % 4;
+  const int num_tokens = min(p.args.num_tokens, *p.args.routing.num_tokens);
+  int slots[2];
+  float scales[2];
 #pragma unroll
-              for (int o = 16; o; o >>= 1) bytes += __shfl_xor_sync(~0u, bytes, o);
-              if (lane == 0) mbar_expect(full(s), bytes);
-              __syncwarp();
-              if (mine) {
-                const int rt = (rank + 7) / 8;
-                const uint32_t d = base + s * kStage + (a - a0) * p.chunk_bytes;
-                const char* src = (const char*)b + (size_t)t0 * rt * 1024 + r0 / 8 * 1024;
-                if (rt == nrt)
-                  bulk(d, src, nrt * nt * 1024, full(s));
-                else
-                  for (int t = 0; t < nt; t++)
-                    bulk(d + t * nrt * 1024, src + (size_t)t * rt * 1024, nrt * 1024, full(s));
-              }
-              adv();
-            }
-          }
+  for (int half = 0; half < 2; ++half) {
+    const int token = first_row + 8 * half;
+    slots[half] = token < num_tokens ? p.args.routing.slots[token] : -1;
+    scales[half] = token < num_tokens ? p.args.routing.scales[token] : 0.0f;
+  }
+  const VTerms terms(p.args);
+#pragma unroll
+  for (int c = 0; c < kForwardColumns; ++c) {
+    if (c >= list.v_tiles) break;
+    const VTile& v = list.tiles[c];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (slots[half] != v.slot) continue;
+      const float factor = module_of(p.args.weights, v.slot, v.slice).scaling * scales[half];
+      uint32_t high, low;
+      to_bf16_terms(sums[c][2 * half] * factor, sums[c][2 * half + 1] * factor, high, low);
+      unsigned char* const to = p.terms + terms.at(first_row + 8 * half, v.slice, v.octet) + q * 4;
+      *reinterpret_cast<uint32_t*>(to) = high;
+      *reinterpret_cast<uint32_t*>(to + VTerms::kPieceBytes) = low;
+    }
+  }
+}
+
+// Adds eight adjacent elements.
+template <typename T>
+__device__ __forceinline__ void add_eight(float (&outs)[8], const T* from, bool aligned) {
+  if (aligned) {
+    const Vec<T> values{*reinterpret_cast<const uint4*>(from)};
+#pragma unroll
+    for (int e = 0; e < 8; ++e) outs[e] += values[e];
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) outs[e] += to_float(from[e]);
+  }
+}
+
+// Stores a job's outputs, or adds them to y.
+template <typename T>
+__device__ __forceinline__ void store_y(const LargeMForwardParams& p, const ForwardJob& job,
+                                        const ForwardSums& sums, int first_row) {
+  const int q = threadIdx.x % 4;
+  const aril_outputs outputs = p.args.y[job.slice];
+  const bool aligned = is_aligned(static_cast<const T*>(outputs.first), outputs.stride);
+  const T* bias = static_cast<const T*>(p.bias);
+  if (bias != nullptr) {
+    for (int slice = 0; slice < job.slice; ++slice) bias += p.args.out_features[slice];
+    bias += job.first;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = first_row + half * 8;
+    if (token >= p.args.num_tokens) continue;
+    T* const y = static_cast<T*>(outputs.first) + token * outputs.stride + job.first;
+#pragma unroll
+    for (int c = 0; c < kForwardColumns; c += 4) {
+      const int out = c * 8 + q * 8;
+      if (out >= job.outs) continue;
+      float outs[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) outs[e] = sums[c + e / 2][2 * half + e % 2];
+      if (bias != nullptr) {
+        add_eight(outs, bias + out, reinterpret_cast<uintptr_t>(bias + out) % 16 == 0);
       }
-    } else if (warp == pw + 1) {  // ---------------- x and v'
-      if (p.xmode == 0) {
-        bool ok = false;
-        if (lane == 0)
-          for (int i = 0; i < 4096 && !ok; i++) ok = ld_acq(p.flag) != 0;
-        __syncwarp();
-        ok = __shfl_sync(~0u, ok, 0);
-        if (!ok) pdl_wait();
-      } else if (p.xmode == 2)
-        pdl_wait();
-      TS(1);
-      if (MODE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-      if (lane == 0) {
-        asm volatile("fence.proxy.async;" ::: "memory");
-        int s = 0, ph = 0, n = 0, main = 0, total = 0, nv = 0;
-        bool waited = false;
-        for (int i = cid; i < p.items; i += ncl) total += p.kc;
-        total = total > p.trig ? total - p.trig : 0;
-        auto get = [&]() {
-          if (n >= stages) mbar_wait(xempty(s), ph ^ 1);
-        };
-        auto adv = [&]() {
-          n++;
-          if (++s == stages) {
-            s = 0;
-            ph ^= 1;
-          }
-        };
-        if (total == 0) pdl_go();
-        for (int i = cid; i < p.items; i += ncl) {
-          const Item m = item(i);
-          const int na = p.lora ? __ldg(&listof(m.h)->n) : 0;
-          const int k0 = MODE == 2 ? c * p.kc : 0;
-          for (int k = 0; k < p.kc; k++) {
-            get();
-            mbar_expect(full(s), T * 128);
-            const uint32_t d = base + s * kStage + RB * 128;
-            if (SH == 2)
-              tma2d_mc(d + c * (T / 2) * 128, &p.x, (k0 + k) * 64, m.h * T + c * (T / 2), full(s),
-                       kLast);
-            else
-              tma2d(d, &p.x, (k0 + k) * 64, m.h * T, full(s), kLast);
-            adv();
-            if (++main == total) pdl_go();
-          }
-          if (na > 0)
-            for (int ch = 0; ch < nch; ch++) {
-              if (!waited) {
-                pdl_wait();
-                asm volatile("fence.proxy.async;" ::: "memory");
-                waited = true;
-                if (p.ts) p.ts[(size_t)blockIdx.x * 8 + 3] = now();
-              }
-              const int tiles = min(T / 64, (p.T + 63) / 64 - m.h * (T / 64)),
-                        cs = min(p.steps - ch * (kChunk / 16), kChunk / 16) * kStepBytes;
-              if (nv > 0) mbar_wait(vempty, (nv - 1) & 1);
-              nv++;
-              mbar_expect(vfull, tiles * cs);
-              for (int t = 0; t < tiles; t++)
-                bulk(vreg + t * cs,
-                     p.vp + ((size_t)(m.slice * ((p.T + 63) / 64) + m.h * (T / 64) + t) * p.steps +
-                             ch * (kChunk / 16)) *
-                                kStepBytes,
-                     cs, vfull);
-              for (int e = 0; e * p.per < na; e++) {
-                get();
-                mbar_arrive(full(s));
-                adv();
-              }
-            }
-        }
-        if (p.lora && !waited) pdl_wait();
-      }
-    } else if (MODE)
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  } else {  // ---------------- consumers
-    if constexpr (C::kMove) regs_inc<C::kBig ? 232 : 168>();
-    if (MODE) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const int wg = warp >> 2, wt = tid & 127, ww = warp & 3, g = lane >> 2, q = lane & 3,
-              mg = wg % MG, ng = wg / MG;
-    int s = 0, ph = 0, n = 0, prev = -1, total = 0, vph = 0;  // n: stages taken
-    if (MODE == 1)
-      for (int i = cid; i < p.items; i += ncl) total += p.kc + nexp(item(i).h);
-    const uint32_t peer = MODE == 1 ? mapa(bars, c ^ 1) : 0;
-    auto free_stage = [&](int st, int number) {
-      if (lane == 0) {
-        mbar_arrive(wempty(st));
-        if (SH == 1)
-          mbar_arrive(xempty(st));
-        else if (number + stages < total) {
-          mbar_arrive(xempty(st));
-          mbar_arrive_cl(peer + st * 24 + 16);
-        }
-      }
-    };
-    auto next = [&]() {
-      prev = s;
-      n++;
-      if (++s == stages) {
-        s = 0;
-        ph ^= 1;
-      }
-    };
-    float acc[MW][NB / 2];
-    const int tile_tok = mg * MW * 64;  // of this warpgroup's first row
-    for (int i = cid; i < p.items; i += ncl) {
-      const Item m = item(i);
-      const List* L = listof(m.h);
-      const int na = p.lora ? __ldg(&L->n) : 0, off = m.h * T % 256;
-      unsigned masks[MW], relevant;
-      int rank_l;  // lane l: of adapter l of 32
-      auto look = [&](int a) {
-        rank_l = 0;
-        unsigned any = 0;
-        if (a + lane < na)
-          rank_l = __ldg(&p.table[(size_t)__ldg(&L->slot[a + lane]) * p.S + m.slice].rank);
+      if (!p.args.overwrites) add_eight(outs, y + out, aligned);
+      T values[8];
 #pragma unroll
-        for (int w = 0; w < MW; w++) {
-          const int t = (off + tile_tok + w * 64) / 32;
-          uint2 both = make_uint2(0, 0);
-          if (a + lane < na) both = __ldg((const uint2*)&L->mask[a + lane][t]);
-          masks[w] = (ww < 2 ? both.x : both.y) >> (ww & 1) * 16 & 0xFFFF;
-          any |= both.x | both.y;
-        }
-        relevant = __ballot_sync(~0u, any != 0);
-      };
-      look(0);
-#pragma unroll
-      for (int w = 0; w < MW; w++) {
-#pragma unroll
-        for (int k = 0; k < NB / 2; k++) acc[w][k] = 0.f;
-        pin(acc[w]);
-      }
-#pragma unroll 1
-      for (int k = 0; k < p.kc; k++) {
-        const uint64_t da = desc128(base + s * kStage + RB * 128 + mg * MW * 8192),
-                       db = desc128(base + s * kStage + ng * NB * 128);
-        mbar_wait(full(s), ph);
-        wg_fence();
-#pragma unroll
-        for (int ks = 0; ks < 4; ks++)
-#pragma unroll
-          for (int w = 0; w < MW; w++) Mma<NB>::ss(acc[w], da + w * 512 + 2 * ks, db + 2 * ks);
-        wg_commit();
-        wg_wait<1>();
-        __syncwarp();
-        if (prev >= 0) free_stage(prev, n - 1);
-        next();
-      }
-      wg_wait<0>();
-      __syncwarp();
-      free_stage(prev, n - 1);
-      prev = -1;
-#pragma unroll
-      for (int w = 0; w < MW; w++) pin(acc[w]);
-      if (warp == 0) TS(2);
-      float own[MW][H0 * 16];
-      if constexpr (MODE == 2) {
-        const uint32_t rv = mapa(recv, c ^ 1), rb = mapa(rbar, c ^ 1);
-#pragma unroll
-        for (int i32 = 0; i32 < G; i32++) {
-          const bool low = i32 < H0;
-          if (low == (c == 1)) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              const int o = (i32 * 4 + j) * 4;
-              st_async4(rv + ((wg * H0 + (low ? i32 : i32 - H0)) * 4 + j) * 2048 + wt * 16,
-                        acc[0][o], acc[0][o + 1], acc[0][o + 2], acc[0][o + 3], rb);
-            }
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < H0 * 16; k++)
-          own[0][k] = c && H0 * 16 + k < NB / 2 ? acc[0][H0 * 16 + k < NB / 2 ? H0 * 16 + k : k]
-                                                : acc[0][k];
+      for (int e = 0; e < 8; ++e) values[e] = from_float<T>(outs[e]);
+      if (aligned) {
+        uint4 bits;
+        memcpy(&bits, values, sizeof(bits));
+        *reinterpret_cast<uint4*>(y + out) = bits;
       } else {
 #pragma unroll
-        for (int w = 0; w < MW; w++)
-#pragma unroll
-          for (int k = 0; k < H0 * 16; k++) own[w][k] = acc[w][k];
+        for (int e = 0; e < 8; ++e) y[out + e] = values[e];
       }
-      const int grp0 = (m.n0 + own0 + ng * NB) / 32, tile0 = (m.n0 + own0) / 64;
-      if (na > 0)
-        for (int ch = 0; ch < nch; ch++) {
-          mbar_wait(vfull, vph);
-          vph ^= 1;
-          const int cs = min(p.steps - ch * (kChunk / 16), kChunk / 16) * (kStepBytes / 16);
-          const uint64_t dv = desc_core(vreg, 128, 256) + mg * MW * cs;
-#pragma unroll 1
-          for (int a0 = 0; a0 < na; a0 += p.per) {
-            if (a0 % 32 == 0 && (a0 > 0 || ch > 0)) look(a0);
-            mbar_wait(full(s), ph);
-            unsigned bits = (relevant >> (a0 & 31)) & (p.per == 32 ? ~0u : (1u << p.per) - 1);
-#pragma unroll 1
-            while (bits) {
-              const int k = __ffs(bits) - 1, a = (a0 & 31) + k;
-              bits &= bits - 1;
-              const int nrt = max(0,
-                                  (min(__shfl_sync(~0u, rank_l, a) - ch * kChunk, kChunk) + 7) / 8),
-                        st = nrt / 2;
-              const uint32_t cb = base + s * kStage + k * p.chunk_bytes;
-#pragma unroll 1
-              for (int t = 0; t < st; t++) {
-#pragma unroll
-                for (int w = 0; w < MW; w++) {
-                  const unsigned mask = __shfl_sync(~0u, masks[w], a);
-                  const bool lo = mask >> g & 1, hi = mask >> (g + 8) & 1;
-                  const uint64_t da = dv + w * cs + t * 256;
-                  float d[2][16];
-                  auto add = [&](int i32) {
-                    float (&z)[16] = d[i32 & 1];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                      const int o = (i32 * 4 + j) * 4;
-                      if (lo) {
-                        own[w][o] += z[j * 4];
-                        own[w][o + 1] += z[j * 4 + 1];
-                      }
-                      if (hi) {
-                        own[w][o + 2] += z[j * 4 + 2];
-                        own[w][o + 3] += z[j * 4 + 3];
-                      }
-                    }
-                  };
-#pragma unroll
-                  for (int i32 = 0; i32 < H0; i32++) {
-                    const int grp = grp0 + i32;
-                    const uint64_t db =
-                        desc_core(cb + ((grp / 2 - tile0) * nrt * 2 + grp % 2) * 512, 1024, 128) +
-                        t * 128;
-                    wg_fence();
-                    mma32_first(d[i32 & 1], da, db);
-                    Mma<32>::ss(d[i32 & 1], da + 128, db);
-                    wg_commit();
-                    if (i32 > 0) {
-                      wg_wait<1>();
-                      pin(d[(i32 - 1) & 1]);
-                      add(i32 - 1);
-                    }
-                  }
-                  wg_wait<0>();
-                  pin(d[(H0 - 1) & 1]);
-                  add(H0 - 1);
-                }
-              }
-            }
-            __syncwarp();
-            free_stage(s, n);
-            next();
-            prev = -1;
-          }
-          if (lane == 0) mbar_arrive(vempty);
-        }
-      if (warp == 0) TS(5);
-      if constexpr (MODE == 2) {
-        mbar_wait(rbar, 0);
-#pragma unroll
-        for (int i32 = 0; i32 < H0; i32++)
-          if (i32 * 32 < own1 - own0) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              const int o = (i32 * 4 + j) * 4;
-              float4 b;
-              asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                           : "=f"(b.x), "=f"(b.y), "=f"(b.z), "=f"(b.w)
-                           : "r"(recv + ((wg * H0 + i32) * 4 + j) * 2048 + wt * 16)
-                           : "memory");
-              own[0][o] += b.x;
-              own[0][o + 1] += b.y;
-              own[0][o + 2] += b.z;
-              own[0][o + 3] += b.w;
-            }
-          }
-      }
-#pragma unroll
-      for (int w = 0; w < MW; w++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int t = m.h * T + tile_tok + w * 64 + ww * 16 + g + half * 8;
-          bf16* row = p.y + (size_t)t * p.N + m.n0 + own0 + ng * NB + q * 8;
-          for (int j = 0; j < m.slice; j++) row += p.out[j];
-#pragma unroll
-          for (int i32 = 0; i32 < H0; i32++) {
-            const int o = i32 * 16 + half * 2;
-            if (t < p.T && m.valid && i32 * 32 < own1 - own0 &&
-                m.n0 + own0 + ng * NB + i32 * 32 + q * 8 < p.out[m.slice])
-              *(uint4*)(row + i32 * 32) = make_uint4(
-                  pack(own[w][o], own[w][o + 1]), pack(own[w][o + 4], own[w][o + 5]),
-                  pack(own[w][o + 8], own[w][o + 9]), pack(own[w][o + 12], own[w][o + 13]));
-          }
-        }
-      if (warp == 0) TS(6);
     }
   }
 }
 
-// ---------------------------------------------------------------- shrink: v' of 16 tokens of one
-// slot and 16 ranks of a slice by a cluster of 8
-struct Tile {
-  int slot, begin, count;
-};
-struct ShrinkParams {
-  const bf16* x;
-  int K, S, steps, tiles;  // steps of 16 ranks a slice
-  const Desc* table;
-  const Tile* tile;
-  const int* tokens;
-  const float* scales;
-  char* vp;
-  int tiles64;
-  unsigned* flag;
-  int xmode;
-  unsigned long long* ts;
-};
-constexpr int kC = 8, kWarps = 4;
-template <int NG2>
-__global__ void __launch_bounds__(640, 1) k_shrink(const __grid_constant__ ShrinkParams p) {
-  __shared__ __align__(16) float sums[kWarps][NG2][32][4];
-  __shared__ __align__(
-      16) float inbox[2][kC][NG2 * 16];  // [..][from][token][rank]: of this block's NG2 tokens
-  __shared__ __align__(8) unsigned long long bar[2];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const int c = ctarank(), cl = blockIdx.x / kC, ncl = gridDim.x / kC;
-  const bool lead = blockIdx.x == 0 && threadIdx.x == 0;
-  if (warp == 0) TS(0);
-  if (lead) {
-    *(volatile unsigned*)p.flag = 0;
-    __threadfence();
+// The warpgroups that multiply.
+template <typename T>
+__device__ __forceinline__ void multiply_forward(const LargeMForwardParams& p,
+                                                 ForwardShared& shared, unsigned char* ring,
+                                                 int block, bool has_lora) {
+  const int multiplier = threadIdx.x / kWarpgroupThreads - 1;
+  const bool leads = threadIdx.x % kWarpgroupThreads == 0;
+  const int row = multiplier * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  const int stages_of_k = ceil_div(p.args.in_features, kStageFeatures);
+  ForwardTurns turns(p, shared);
+  RingPlace place;
+  StageParities filled;
+  const auto release = [&](int stage) {
+    if (!leads) return;
+    arrive(shared.empty[stage]);
+    arrive_at(cluster_address(&shared.empty[stage], block ^ 1));
+  };
+  bool more = false;  // of a job of v
+  int number = 0;
+  for (;;) {
+    if (!more) number = turns.next();
+    if (number < 0) return;
+    const ForwardJob job(p, number);
+    const bool is_v = job.v_job >= 0;
+    const AdapterList* list = nullptr;
+    if (is_v) {
+      list = &turns.list();
+      more = list->more != 0;
+    }
+    ForwardSums sums;
+    if (!is_v || list->v_tiles > 0) {
+      // W is in the swizzle, A in cores.
+      const int per_step = is_v ? 16 : 2;
+      int last = -1;
+#pragma unroll 1
+      for (int k = 0; k < stages_of_k; ++k, place.advance(kForwardStages)) {
+        const unsigned char* const x = ring + place.stage * kForwardStageBytes;
+        const uint64_t rows = swizzled_descriptor(x + multiplier * (kForwardXBytes / kMultipliers));
+        const uint64_t columns =
+            is_v ? core_descriptor(x + kForwardXBytes, kCoreElems * 2, kStageATileBytes)
+                 : swizzled_descriptor(x + kForwardXBytes);
+        shared.full[place.stage].wait(place.parity);
+        fence_operands(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kStageFeatures / 16; ++i) {
+          wgmma_k16_n128(sums, rows + 2 * i, columns + per_step * i, k > 0 || i > 0);
+        }
+        wgmma_commit();
+        fence_operands(sums);
+        wgmma_wait_for<1>();
+        if (last >= 0) release(last);
+        last = place.stage;
+      }
+      wgmma_wait();
+      fence_operands(sums);
+      release(last);
+    }
+    if (is_v) {
+      if (list->v_tiles > 0) {
+        store_v(p, *list, sums, job.first_token(block) + row);
+        __threadfence();
+      }
+      sync_warpgroup(multiplier);
+      turns.end_list(leads);
+      if (leads && !more) atomicAdd(&p.counts_of(job.pair)->v, 1u);
+      continue;
+    }
+    if (has_lora) {
+      const int steps = turns.list().steps, stages = turns.list().stages();
+      turns.end_list(leads);
+#pragma unroll 1
+      for (int i = 0; i < stages; ++i, place.advance(kForwardStages)) {
+        const int count = min(steps - i * kStageSteps, kStageSteps);
+        const unsigned char* const stage = ring + place.stage * kForwardStageBytes;
+        const unsigned char* const terms = stage + multiplier * (kOctetBytes / kMultipliers);
+        const unsigned char* const b = stage + kStageSteps * kStepTermsBytes;
+        shared.full[place.stage].wait(place.parity);
+        if (count > 0) filled.wait(shared.filled, place.stage);
+        fence_async_proxy();
+        fence_operands(sums);
+#pragma unroll 1
+        for (int s = 0; s < count; ++s) {
+          wgmma_fence();
+          const uint64_t columns = core_descriptor(b + s * kStepBBytes, kStepBBytes / 2, 128);
+#pragma unroll
+          for (int term = 0; term < kTerms; ++term) {
+            wgmma_k16_n128(sums,
+                           core_descriptor(terms + s * kStepTermsBytes + term * 2 * kOctetBytes,
+                                           kOctetBytes, 128),
+                           columns, true);
+          }
+          wgmma_commit();
+        }
+        wgmma_wait();
+        fence_operands(sums);
+        release(place.stage);
+      }
+    }
+    store_y<T>(p, job, sums, job.first_token(block) + row);
   }
+}
+#endif
+
+template <typename T>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    large_m_forward_kernel(const __grid_constant__ LargeMForwardParams p) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char stages_shared[];
+  __shared__ ForwardShared shared;
+  const int warp = threadIdx.x / 32, block = blockIdx.x % kClusterBlocks;
+  const bool has_lora = p.grid.v_jobs > 0;
   if (threadIdx.x == 0) {
-    mbar_init(s2u(&bar[0]), 1);
-    mbar_init(s2u(&bar[1]), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < kForwardStages; ++i) {
+      shared.full[i].init();
+      shared.empty[i].init(kClusterBlocks * kMultipliers);
+      shared.ready[i].init();
+      shared.filled[i].init(32 * kFillers);
+    }
+    const int roles = 1 + kMultipliers + (has_lora ? kFillers : 0);
+    for (int i = 0; i < 2; ++i) {
+      shared.listed[i].init();
+      shared.unlisted[i].init(roles);
+    }
   }
   __syncthreads();
-  if (p.xmode != 1) pdl_go();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  const int units = p.tiles * p.S * p.steps,
-            part = (p.K / 32 + kC * kWarps - 1) / (kC * kWarps);  // steps of 32 features of a warp
-  const int kb = (c * kWarps + warp) * part, ke = min(p.K / 32, kb + part);
-  constexpr int B = 4;  // steps in flight
-  bool waited = false;
-  auto wait = [&]() {
-    if (!waited) {
-      pdl_wait();
-      waited = true;
-      if (lead) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(p.flag) : "memory");
-      if (warp == 0) TS(1);
-      if (p.xmode == 1) pdl_go();
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  sync_cluster();
+  launch_dependents();
+  // Before the first job, so that no operand is read, and no count or output written, too early.
+  wait_for_predecessors();
+  if (warp < 4) {
+    set_registers<kProducerRegisters, false>();
+    if (warp == 0) {
+      load_forward(p, shared, stages_shared, block, has_lora);
+    } else if (has_lora) {
+      fill_forward(p, shared, stages_shared, block);
     }
-  };
-  struct Unit {
-    Tile tl;
-    Desc d;
-    int st, slice, rt;
-    const char* a;
-  };
-  auto unit = [&](int u) {
-    Unit r;
-    r.st = u % p.steps;
-    r.slice = u / p.steps % p.S;
-    r.tl = p.tile[u / (p.steps * p.S)];
-    r.d = p.table[(size_t)r.tl.slot * p.S + r.slice];
-    r.rt = (r.d.rank + 7) / 8;
-    r.a = (const char*)r.d.a + (size_t)r.st * 2 * 4096 + q * 128 + g * 16;
-    return r;
-  };
-  uint4 lo[B], hi[B];
-  auto load_a = [&](const Unit& r, int k) {
-#pragma unroll
-    for (int i = 0; i < B; i++) {
-      const char* s = r.a + (size_t)((k + i) / 8) * r.rt * 4096 + (k + i) % 8 * 512;
-      const bool in = k + i < ke && r.st * 2 < r.rt;
-      lo[i] = in ? __ldcs((const uint4*)s) : make_uint4(0, 0, 0, 0);
-      hi[i] = in && r.st * 2 + 1 < r.rt ? __ldcs((const uint4*)(s + 4096)) : make_uint4(0, 0, 0, 0);
-    }
-  };
-  int turn = 0;
-  Unit r;
-  if (cl < units) {
-    r = unit(cl);
-    load_a(r, kb);
+    __syncwarp();
+  } else {
+    set_registers<kMultiplierRegisters, true>();
+    multiply_forward<T>(p, shared, stages_shared, block, has_lora);
   }
-  for (int u = cl; u < units; u += ncl) {
-    Unit nx = r;
-    if (u + ncl < units) nx = unit(u + ncl);
-    const int mt = c * NG2 + threadIdx.x / 2;
-    int tok = -1;
-    float sc = 0;  // this thread's share of v': a token, eight ranks
-    if (threadIdx.x < NG2 * 2 && mt < r.tl.count) {
-      tok = p.tokens[r.tl.begin + mt];
-      sc = r.d.scaling * p.scales[tok];
-    }
-    const bf16* xr[NG2];
-    bool live[NG2];
-#pragma unroll
-    for (int n = 0; n < NG2; n++) {
-      live[n] = n * 8 + g < r.tl.count;
-      xr[n] = p.x + (size_t)(live[n] ? p.tokens[r.tl.begin + n * 8 + g] : 0) * p.K + q * 8;
-    }
-    wait();
-    const bool work = r.st * 2 < r.rt;
-    float f[NG2][4] = {};
-    if (work) {
-#pragma unroll 1
-      for (int k = kb; k < ke; k += B) {
-        uint4 xv[NG2][B];
-#pragma unroll
-        for (int n = 0; n < NG2; n++)
-#pragma unroll
-          for (int i = 0; i < B; i++)
-            xv[n][i] = live[n] && k + i < ke ? *(const uint4*)(xr[n] + (k + i) * 32)
-                                             : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (int n = 0; n < NG2; n++) {
-          if (n * 8 >= r.tl.count) break;
-#pragma unroll
-          for (int i = 0; i < B; i++) {
-            mma(f[n], lo[i].x, hi[i].x, lo[i].y, hi[i].y, xv[n][i].x, xv[n][i].y);
-            mma(f[n], lo[i].z, hi[i].z, lo[i].w, hi[i].w, xv[n][i].z, xv[n][i].w);
-          }
-        }
-        if (k + B < ke) load_a(r, k + B);
-      }
-    }
-    if (u + ncl < units) load_a(nx, kb);
-    if (work) {
-#pragma unroll
-      for (int n = 0; n < NG2; n++)
-        *(float4*)sums[warp][n][lane] = make_float4(f[n][0], f[n][1], f[n][2], f[n][3]);
-      __syncthreads();
-      const uint32_t mybar = s2u(&bar[turn & 1]);
-      if (threadIdx.x == 0) mbar_expect(mybar, kC * NG2 * 64);
-      // four ranks of a token to the block that finishes it
-      if (threadIdx.x < NG2 * 32) {
-        const int t = threadIdx.x / 4, rk = threadIdx.x % 4 * 4;
-        float s[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int rank = rk + e, ln = rank % 8 * 4 + t % 8 / 2, ix = rank / 8 * 2 + t % 2;
-          float z = sums[0][t / 8][ln][ix];
-#pragma unroll
-          for (int w = 1; w < kWarps; w++) z += sums[w][t / 8][ln][ix];
-          s[e] = z;
-        }
-        const int to = t / NG2;
-        st_async4(mapa(s2u(&inbox[turn & 1][c][t % NG2 * 16 + rk]), to), s[0], s[1], s[2], s[3],
-                  mapa(mybar, to));
-      }
-      if (threadIdx.x < 32) {
-        mbar_wait(mybar, turn >> 1 & 1);
-        if (tok >= 0) {
-          const int hf = threadIdx.x % 2, lt = threadIdx.x / 2;
-          float z[8] = {};
-          uint4 o, l;  // eight ranks of a token
-#pragma unroll
-          for (int b = 0; b < kC; b++) {
-            const float4 x0 = *(const float4*)&inbox[turn & 1][b][lt * 16 + 8 * hf],
-                         x1 = *(const float4*)&inbox[turn & 1][b][lt * 16 + 8 * hf + 4];
-            z[0] += x0.x;
-            z[1] += x0.y;
-            z[2] += x0.z;
-            z[3] += x0.w;
-            z[4] += x1.x;
-            z[5] += x1.y;
-            z[6] += x1.z;
-            z[7] += x1.w;
-          }
-          auto low = [](float v) { return v - __bfloat162float(__float2bfloat16_rn(v)); };
-#pragma unroll
-          for (int e = 0; e < 8; e++) z[e] *= sc;
-          o = make_uint4(pack(z[0], z[1]), pack(z[2], z[3]), pack(z[4], z[5]), pack(z[6], z[7]));
-          l = make_uint4(pack(low(z[0]), low(z[1])), pack(low(z[2]), low(z[3])),
-                         pack(low(z[4]), low(z[5])), pack(low(z[6]), low(z[7])));
-          char* to = p.vp +
-                     ((size_t)(r.slice * p.tiles64 + tok / 64) * p.steps + r.st) * kStepBytes +
-                     tok % 64 / 8 * 256 + hf * 128 + tok % 8 * 16;
-          *(uint4*)to = o;
-          *(uint4*)(to + 2048) = l;
-        }
-      }
-      __syncthreads();  // sums are free, and nobody is more than a turn ahead
-      turn++;
-    }
-    r = nx;
-  }
-  wait();
-  if (warp == 0) TS(2);
+  // The other block may still write here.
+  sync_cluster();
+#endif
 }
+
+}  // namespace aril::detail
