@@ -83,7 +83,7 @@ impl<'a> Rectangle<'a> {
     }
 
     fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
-        /// Large enough to be worth scheduling, small enough that the output stays in cache.
+        /// Large enough to be worth scheduling, small enough for threads to have as much to do.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
         let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
@@ -96,10 +96,7 @@ impl<'a> Rectangle<'a> {
             stripes = stripes.max(part.len().div_ceil(stripe_bytes));
         }
         let features = stripes * TILE_FEATURES;
-        let pack = |(task, part): (usize, &mut [u8])| {
-            let narrowed = self.narrowed(task * features, features);
-            past_caches(part, |part| narrowed.pack::<S, T>(part))
-        };
+        let pack = |(task, part): (usize, &mut [u8])| self.narrowed(task * features, features).pack::<S, T>(part);
         let is_finite = if is_nested() {
             let mut tasks = part.chunks_mut(stripes * stripe_bytes).enumerate();
             tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))?
@@ -145,7 +142,7 @@ impl<'a> Rectangle<'a> {
     /// Writes the factor and returns whether every element is finite.
     fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
         thread_local! {
-            static BUFFERS: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
+            static BUFFERS: RefCell<Buffers> = const { RefCell::new(Buffers { loaded: Vec::new(), written: Vec::new() }) };
         }
         // Not borrowed meanwhile: a handle of the user's that has the bytes may itself pack another adapter on this thread.
         let mut buffers = BUFFERS.take();
@@ -154,17 +151,18 @@ impl<'a> Rectangle<'a> {
         packed
     }
 
-    /// As [`pack`](Self::pack). What is in a file, or in columns, goes through `buffers`.
+    /// As [`pack`](Self::pack), through `buffers`.
     fn pack_through<S: Element, T: Element>(
         &self,
         part: &mut [u8],
-        buffers: &mut Vec<Vec<u8>>,
+        Buffers { loaded, written }: &mut Buffers,
     ) -> Result<bool, AdapterError> {
-        buffers.resize_with(self.views.len().max(buffers.len()), Vec::new);
-        let views = self.views.iter().zip(buffers);
+        loaded.resize_with(self.views.len().max(loaded.len()), Vec::new);
+        let views = self.views.iter().zip(loaded);
         let views = views.map(|(view, buffer)| view.load(buffer)).collect::<Result<Vec<_>, _>>()?;
         let rows = views.iter().flat_map(StoredRows::iter);
         let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
+        let mut pieces = Pieces { written, are_finite: true };
         match self.kind {
             Kind::LinearA => {
                 let rows: Vec<_> = rows.collect();
@@ -172,29 +170,36 @@ impl<'a> Rectangle<'a> {
                 for (k_tile, part) in part.chunks_exact_mut(tile_elems * size_of::<T>()).enumerate() {
                     for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
                         let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
-                        for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
-                            write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
-                        }
+                        pieces.write::<T>(part, |part| {
+                            for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
+                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
+                            }
+                        });
                     }
                 }
             }
             Kind::B => match &views[..] {
                 // Without the cost of an iterator over several views for each short row.
-                [view] => write_b::<S, T>(view.iter(), rank, part),
-                _ => write_b::<S, T>(rows, rank, part),
+                [view] => write_b::<S, T>(view.iter(), rank, part, &mut pieces),
+                _ => write_b::<S, T>(rows, rank, part, &mut pieces),
             },
             Kind::EmbeddingA => {
                 let rows: Vec<_> = rows.collect();
                 let row_bytes = rank.next_multiple_of(TILE_RANKS) * size_of::<T>();
-                for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
-                    for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
-                        let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
-                        write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
-                    }
+                for (first, part) in part.chunks_mut(TILE_FEATURES * row_bytes).enumerate() {
+                    pieces.write::<T>(part, |part| {
+                        for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
+                            for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
+                                let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
+                                let id = first * TILE_FEATURES + id;
+                                write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
+                            }
+                        }
+                    });
                 }
             }
         }
-        Ok(are_finite::<T>(part))
+        Ok(pieces.end())
     }
 
     /// Returns the error for the first weight that is not finite in `T`.
@@ -213,26 +218,46 @@ impl<'a> Rectangle<'a> {
     }
 }
 
-/// Lets `write` write a part of a block in memory of this thread, and stores it in the block past the caches: the device copies it from
-/// there. What it copied from the caches of many cores would delay the step beside the load (benches/record/designs.md).
-fn past_caches<R>(part: &mut [u8], write: impl FnOnce(&mut [u8]) -> R) -> R {
-    thread_local! {
-        static WRITTEN: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+/// Memory of a thread for what it packs.
+#[derive(Debug, Default)]
+struct Buffers {
+    /// What is in a file, or in columns, by view.
+    loaded: Vec<Vec<u8>>,
+    written: Vec<u8>,
+}
+
+/// A part of a block that is written piece by piece, each of a few KB in a cache of this core, and then stored past the caches: the device
+/// copies it from there. What it copied from the caches of many cores would delay the step beside the load (benches/record/designs.md).
+#[derive(Debug)]
+struct Pieces<'a> {
+    written: &'a mut Vec<u8>,
+    are_finite: bool,
+}
+
+impl Pieces<'_> {
+    /// Lets `write` write the next piece.
+    #[inline(always)]
+    fn write<T: Element>(&mut self, piece: &mut [u8], write: impl FnOnce(&mut [u8])) {
+        // Only what is new is cleared.
+        self.written.resize(piece.len().max(self.written.len()), 0);
+        let written = &mut self.written[..piece.len()];
+        write(written);
+        self.are_finite &= are_finite::<T>(written);
+        store_past_caches(written, piece);
     }
-    // Not borrowed meanwhile, as in `pack`.
-    let mut written = WRITTEN.take();
-    written.resize(part.len(), 0);
-    let result = write(&mut written);
-    store_past_caches(&written, part);
-    WRITTEN.set(written);
-    result
+
+    /// Ends the part. Returns whether all elements are finite.
+    fn end(self) -> bool {
+        end_stores();
+        self.are_finite
+    }
 }
 
 /// Copies bytes to a slice of their length, whose last bytes and whose whole, if it is misaligned, may remain in a cache.
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "calls the instructions")]
 fn store_past_caches(from: &[u8], to: &mut [u8]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     const BYTES: usize = size_of::<__m128i>();
     if !to.as_ptr().addr().is_multiple_of(BYTES) {
         return to.copy_from_slice(from);
@@ -244,10 +269,15 @@ fn store_past_caches(from: &[u8], to: &mut [u8]) {
         // SAFETY: it has 16 bytes, too. The target begins at a multiple of 16 bytes, and so does each of its chunks.
         unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), bytes) };
     }
-    // Other threads, and the copies that they enqueue, see the stores after this, as they see all others.
-    // SAFETY: it accesses no memory.
-    unsafe { _mm_sfence() };
     last_to.copy_from_slice(last);
+}
+
+/// Other threads, and the copies that they enqueue, see the stores of this thread after this, as they see all others.
+#[cfg(target_arch = "x86_64")]
+#[expect(unsafe_code, reason = "calls the instruction")]
+fn end_stores() {
+    // SAFETY: it accesses no memory.
+    unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -255,15 +285,25 @@ fn store_past_caches(from: &[u8], to: &mut [u8]) {
     to.copy_from_slice(from);
 }
 
+#[cfg(not(target_arch = "x86_64"))]
+fn end_stores() {}
+
 /// Writes B from its rows. Outputs without a row are zero.
-fn write_b<'a, S: Element, T: Element>(mut rows: impl Iterator<Item = &'a [u8]>, rank: usize, part: &mut [u8]) {
+fn write_b<'a, S: Element, T: Element>(
+    mut rows: impl Iterator<Item = &'a [u8]>,
+    rank: usize,
+    part: &mut [u8],
+    pieces: &mut Pieces<'_>,
+) {
     for part in part.chunks_exact_mut(layout::stripe_elems(rank) * size_of::<T>()) {
         let outputs: [_; TILE_FEATURES] = from_fn(|_| rows.next().unwrap_or_default());
-        for (i, out) in part.chunks_exact_mut(CORE_ELEMS * size_of::<T>()).enumerate() {
-            let (first, core) = (i / CORE * TILE_RANKS, i % CORE);
-            let output = |n| core / 4 * 32 + n / 2 * 8 + core % 4 * 2 + n % 2;
-            write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out);
-        }
+        pieces.write::<T>(part, |part| {
+            for (i, out) in part.chunks_exact_mut(CORE_ELEMS * size_of::<T>()).enumerate() {
+                let (first, core) = (i / CORE * TILE_RANKS, i % CORE);
+                let output = |n| core / 4 * 32 + n / 2 * 8 + core % 4 * 2 + n % 2;
+                write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out);
+            }
+        });
     }
 }
 
@@ -286,15 +326,10 @@ fn write_row<S: Element, T: Element>(elements: [S; CORE], out: &mut [u8]) {
     out.copy_from_slice(bytemuck::cast_slice(&elements.map(convert::<S, T>)));
 }
 
-/// Whether all elements of a part of a block, which consists of whole cores, are finite.
-fn are_finite<T: Element>(part: &[u8]) -> bool {
-    let mut are_finite = [true; CORE_ELEMS];
-    for core in part.chunks_exact(CORE_ELEMS * size_of::<T>()) {
-        for (is_finite, element) in are_finite.iter_mut().zip(core.chunks_exact(size_of::<T>())) {
-            *is_finite &= bytemuck::pod_read_unaligned::<T>(element).is_finite();
-        }
-    }
-    are_finite == [true; CORE_ELEMS]
+/// Whether all elements are finite. Looks at all of them, which is faster than to stop at one that is not.
+fn are_finite<T: Element>(piece: &[u8]) -> bool {
+    let elements = piece.chunks_exact(size_of::<T>());
+    elements.fold(true, |are_finite, element| are_finite & bytemuck::pod_read_unaligned::<T>(element).is_finite())
 }
 
 #[inline(always)]
@@ -309,27 +344,53 @@ fn element<S: Element>(row: &[u8], index: usize) -> S {
 
 #[cfg(test)]
 mod tests {
-    use super::past_caches;
+    use half::{bf16, f16};
 
-    /// At any address, of any length, and within another one.
+    use super::{Pieces, are_finite};
+    use crate::Element;
+
+    /// At any address, and of any length.
     #[test]
-    fn bytes_are_stored_past_the_caches_as_they_are_written() {
-        let value = |at: usize, by: usize| (at * 7 + by).to_le_bytes()[0];
-        let fill = |bytes: &mut [u8], by| bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = value(at, by));
+    fn pieces_are_stored_as_they_are_written() {
+        let value = |at: usize| (at * 7 + 5).to_le_bytes()[0];
+        let mut written = vec![0xdd; 8];
         for (offset, len) in (0..=16).flat_map(|offset| (0..=100).map(move |len| (offset, len))) {
             let mut block = [0xee; 160];
-            let result = past_caches(&mut block[offset..][..len], |part| {
-                let mut inner = [0; 40];
-                past_caches(&mut inner, |inner| fill(inner, 3));
-                assert!(inner.iter().enumerate().all(|(at, &byte)| byte == value(at, 3)));
-                fill(part, 5);
-                offset
-            });
-            assert_eq!(result, offset);
+            let mut pieces = Pieces { written: &mut written, are_finite: true };
+            for (number, piece) in block[offset..][..len].chunks_mut(40).enumerate() {
+                pieces.write::<f32>(piece, |piece| {
+                    piece.iter_mut().enumerate().for_each(|(at, byte)| *byte = value(number * 40 + at));
+                });
+            }
+            pieces.end();
             let is_right = |(at, &byte): (usize, &u8)| {
-                byte == if (offset..offset + len).contains(&at) { value(at - offset, 5) } else { 0xee }
+                byte == if (offset..offset + len).contains(&at) { value(at - offset) } else { 0xee }
             };
             assert!(block.iter().enumerate().all(is_right), "{len} bytes at {offset}");
         }
+    }
+
+    #[test]
+    fn elements_that_are_not_finite_are_found() {
+        fn check<T: Element>(most: T) {
+            let mut piece = [T::default(); 24];
+            for at in 0..piece.len() {
+                for (value, is_finite) in [
+                    (most, true),
+                    (T::from_f32(-most.to_f32()), true),
+                    (T::from_f32(f32::INFINITY), false),
+                    (T::from_f32(f32::NEG_INFINITY), false),
+                    (T::from_f32(f32::NAN), false),
+                    (T::from_f32(-f32::NAN), false),
+                ] {
+                    piece[at] = value;
+                    assert_eq!(are_finite::<T>(bytemuck::cast_slice(&piece)), is_finite, "{at}, {}", value.to_f32());
+                }
+                piece[at] = T::default();
+            }
+        }
+        check(bf16::MAX);
+        check(f16::MAX);
+        check(f32::MAX);
     }
 }
