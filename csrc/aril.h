@@ -24,6 +24,12 @@
 //     output tile     ARIL_OUT_TILE outputs; a unit is half of one, ARIL_OUT_UNIT
 //     K tile          ARIL_K_TILE input features
 //   slab, span        ARIL_K_TILES_PER_SLAB K tiles; ARIL_K_SLABS_PER_SPAN slabs
+//   chunk             Two output tiles: what a stage of large_m's expand has of y and B.
+//   panel             32 rows and 32 ranks of B: what a warp of the fused linear loads at once.
+//   turn              One of the tiles that a block takes one after the other; in the fused linear,
+//                     its place in the order in which blocks start.
+//   part              A share of the input features over which a unit of v sums in the fused linear;
+//                     in the experts' kernels, what one thread or warp has of a tile or a sort.
 //   small_m, large_m  Kernels on token or route tiles, for few rows; on wide tiles, for many.
 //   high_rank         Kernels for ranks above ARIL_STAGED_RANK, whose B is read in place.
 //   split             A share of the K tiles (split-K).

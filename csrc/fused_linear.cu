@@ -158,7 +158,7 @@ bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_units) {
          ring.inbox == ring.stages * ring.stage_bytes && ring.inbox <= ring.deltas &&
          ring.deltas < ring.v && ring.v == ring.sums && ring.v == ring.handover &&
          ring.v < ring.a && ring.a < ring.batch && ring.batch < ring.modules &&
-         ring.modules < ring.total && ring.v_ranks >= detail::kChunkRanks;
+         ring.modules < ring.total && ring.v_ranks >= detail::kPanelRanks;
 }
 
 // Rejects rings that are none, or larger than the device's shared memory.

@@ -17,7 +17,7 @@ using detail::ceil_div;
 using detail::EmbeddingPath;
 using detail::kMaxRankTiles;
 
-enum Part { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
+enum Half { kShrink = 1, kExpand = 2, kBoth = kShrink | kExpand };
 
 // All kernels for elements of T.
 template <typename T>

@@ -136,7 +136,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   CombineStage& stage = reinterpret_cast<CombineStage*>(shared)[warp];
   const int num_tokens = routed_tokens(p.routing, p.num_tokens);
   const ExpandShare share(p, grid, num_tokens);
-  const int chunks = ceil_div(p.top_k.top_k, kRoutes);
+  const int rounds = ceil_div(p.top_k.top_k, kRoutes);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
     // Bits of the routes in shared memory: those present, those with deltas, those with a part.
@@ -158,10 +158,10 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
       bool has_any = false;
       // All deltas, then all of y.
 #pragma unroll 1
-      for (int i = 0; i < 2 * chunks; ++i) {
-        const bool adds_y = i >= chunks;
-        const int first_k = (adds_y ? i - chunks : i) * kRoutes;
-        const bool is_loaded = chunks == 1 && (adds_y || first > share.begin);
+      for (int i = 0; i < 2 * rounds; ++i) {
+        const bool adds_y = i >= rounds;
+        const int first_k = (adds_y ? i - rounds : i) * kRoutes;
+        const bool is_loaded = rounds == 1 && (adds_y || first > share.begin);
         if (!is_loaded) load(first_k);
         const int count = min(p.top_k.top_k - first_k, kRoutes);
         has_any = has_any || adapted != 0;

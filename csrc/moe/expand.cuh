@@ -6,7 +6,7 @@
 // A warp of expand has some outputs of a slice and takes one route tile after the other. It
 // streams: B and y of the next tile go to shared memory while the current one is multiplied. v
 // comes from the mailbox. If all ranks of B fit, a stage has B of all the warp's outputs
-// (ExpandStages); otherwise it has one unit of outputs and a chunk of ranks. If a slot's experts
+// (ExpandStages); otherwise it has one unit of outputs and some of the ranks. If a slot's experts
 // share B and x has a row per route, tiles of one token's routes to any experts replace its route
 // tiles.
 //
@@ -37,7 +37,7 @@ constexpr int kWholeRankTiles = std::is_same_v<T, __nv_bfloat16> ? 4 : 2;
 
 // Shared memory of a warp of expand: two stages of B and y, and the terms of v.
 struct ExpandStages {
-  static constexpr int kRankTiles = 6;        // the most of a chunk
+  static constexpr int kRankTiles = 6;        // the most of B with one unit
   static constexpr int kBaseBytes = 32 * 16;  // of y: a unit
 
   int whole_rank_tiles = 0, b_bytes = 0, bytes = 0, of_warp = 0;
@@ -133,8 +133,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     return part;
   };
 
-  // Requests B and y of a stage: all outputs, or those from `out` on, with a chunk of ranks, and y
-  // with the last chunk. y moves 16 bytes at a time, or is read when it is written.
+  // Requests B and y of a stage: all outputs, or those from `out` on, with some of the ranks, and
+  // y with the last of them. y moves 16 bytes at a time, or is read when it is written.
   const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
     const bool whole = part.rank_tiles <= stages.whole_rank_tiles;
     const int count = min(part.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);

@@ -21,8 +21,8 @@ __device__ __forceinline__ uint64_t core_descriptor(const void* shared, int to_c
          static_cast<uint64_t>(to_rows >> 4) << 32;
 }
 
-// The descriptor of an operand of 128-byte rows in the 128-byte swizzle: 16-byte chunk i of a row
-// is stored at chunk i ^ (row % 8). `shared` points into the first row.
+// The descriptor of an operand of 128-byte rows in the 128-byte swizzle: vector i of 16 bytes of a
+// row is stored at i ^ (row % 8). `shared` points into the first row.
 __device__ __forceinline__ uint64_t swizzled_descriptor(const void* shared) {
   return core_descriptor(shared, 16, 1024) | uint64_t{1} << 62;
 }

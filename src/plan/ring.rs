@@ -22,8 +22,8 @@ const UNIT_SUMS_BYTES: usize = UNIT_ROWS * TOKEN_TILE * size_of::<f32>();
 const A_BYTES: usize = RANK_TILE * K_TILE * 2;
 /// Bytes of the sums of two units of v, whose rows have 20 elements.
 const SUMS_BYTES: usize = 2 * DELTA_WARPS * SEGMENT_TOKENS * 20 * size_of::<f32>();
-/// Ranks of a chunk of B, and ranks whose products are added up before others join them.
-const CHUNK_RANKS: usize = 32;
+/// Ranks of a panel of B, and ranks whose products are added up before others join them.
+const PANEL_RANKS: usize = 32;
 const SUM_RANKS: usize = 64;
 /// The most bytes of v at once.
 const MAX_V_BYTES: usize = 16 << 10;
@@ -133,7 +133,7 @@ impl Ring {
         let v = deltas + grid.own_blocks(pass_units) * BLOCK_ROWS * delta_pitch * size_of::<f32>();
         let handed_over = if has_teams { pass_units.div_ceil(2) * 2 * unit_sums } else { 0 };
         let most_ranks = MAX_V_BYTES / (tokens * 2 * 2) / SUM_RANKS * SUM_RANKS;
-        let v_ranks = most_ranks.min(grid.max_rank.next_multiple_of(CHUNK_RANKS));
+        let v_ranks = most_ranks.min(grid.max_rank.next_multiple_of(PANEL_RANKS));
         let v_pitch = v_ranks * 2 + 16;
         let a = v + SUMS_BYTES.max(2 * tokens * v_pitch);
         let batch = (a + DELTA_WARPS * a_places * A_BYTES).max(v + handed_over);

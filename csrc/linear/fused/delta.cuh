@@ -68,7 +68,7 @@ struct Delta {
   const int warp = thread / 32, lane = thread % 32, g = lane / 4, q = lane % 4;
   int buffer = 0;
   int a_issued = 0, a_taken = 0;  // steps of A
-  int issued = 0, taken = 0;      // chunks of B
+  int issued = 0, taken = 0;      // panels of B
 
   __device__ __forceinline__ Delta(const FusedParams& p, FusedShared& shared, DeltaShared& batch,
                                    unsigned char* dynamic, int thread)
@@ -156,18 +156,18 @@ struct Delta {
     sync_warps();
     if (thread == 0) {
       batch.num_units = pairs_before(entries) * p.num_parts;
-      static_assert(kMaxChunkPlaces == 8 && kPairBytes == 8 * kChunkTileBytes);
+      static_assert(kMaxPanelPlaces == 8 && kPairBytes == 8 * kPanelTileBytes);
       const int tiles = ceil_div(batch.slice_rank, ARIL_RANK_TILE);
       batch.place_bits = min((tiles <= 1 ? 3 : tiles == 2 ? 2 : 1) + kAPlaces - 1, 3);
     }
   }
 
-  // B's buffers, in the memory of A's, are as large as the chunks of this block's slice.
-  __device__ __forceinline__ int index_of(int chunk) const {
-    return chunk & ((1 << batch.place_bits) - 1);
+  // B's buffers, in the memory of A's, are as large as the panels of this block's slice.
+  __device__ __forceinline__ int index_of(int panel) const {
+    return panel & ((1 << batch.place_bits) - 1);
   }
-  __device__ __forceinline__ unsigned char* place_of(int chunk) const {
-    return own_places() + (index_of(chunk) * (kAPlaces * kPairBytes) >> batch.place_bits);
+  __device__ __forceinline__ unsigned char* place_of(int panel) const {
+    return own_places() + (index_of(panel) * (kAPlaces * kPairBytes) >> batch.place_bits);
   }
 
   __device__ __forceinline__ int all_pairs() const {
@@ -463,7 +463,7 @@ struct Delta {
     return dynamic + p.smem.v + token * p.smem.v_pitch;
   }
 
-  // Expand reads chunks of 32 ranks: clears those beyond the last pair of tiles.
+  // Expand reads panels of 32 ranks: clears those beyond the last pair of tiles.
   __device__ __forceinline__ void clear_padding(int begin, int ranks) const {
     constexpr int kStores = kPairRanks * 2 / 16;
 #pragma unroll 1
@@ -551,7 +551,7 @@ struct Delta {
   };
 
   // 32 ranks of B of an item.
-  struct Chunk {
+  struct Panel {
     Item item;
     int rank;
   };
@@ -561,8 +561,8 @@ struct Delta {
     return rank > task.begin ? min(task.end, rank) : 0;
   }
 
-  // The warp's first chunk from an item on; items without ranks are skipped.
-  __device__ __forceinline__ Chunk chunk_from(const Task& task, Item item) const {
+  // The warp's first panel from an item on; items without ranks are skipped.
+  __device__ __forceinline__ Panel panel_from(const Task& task, Item item) const {
 #pragma unroll 1
     while (item.segment < batch.num_segments && end_of_item(task, item) == 0) {
       step(item, task.count);
@@ -570,50 +570,50 @@ struct Delta {
     return {item, task.begin};
   }
 
-  __device__ __forceinline__ Chunk next(const Task& task, const Chunk& chunk) const {
-    const int rank = chunk.rank + kChunkRanks;
-    if (rank < end_of_item(task, chunk.item)) return {chunk.item, rank};
-    Item item = chunk.item;
+  __device__ __forceinline__ Panel next(const Task& task, const Panel& panel) const {
+    const int rank = panel.rank + kPanelRanks;
+    if (rank < end_of_item(task, panel.item)) return {panel.item, rank};
+    Item item = panel.item;
     step(item, task.count);
-    return chunk_from(task, item);
+    return panel_from(task, item);
   }
 
-  __device__ __forceinline__ bool has(const Chunk& chunk) const {
-    return chunk.item.segment < batch.num_segments;
+  __device__ __forceinline__ bool has(const Panel& panel) const {
+    return panel.item.segment < batch.num_segments;
   }
 
-  // Starts loading a chunk into the warp's next buffer, a tile of 8 ranks by each of four lanes.
-  __device__ __forceinline__ void load_b(const Task& task, const Chunk& chunk) {
-    const aril_descriptor& module = module_of(chunk.item);
-    const int tile = chunk.rank / ARIL_RANK_TILE;
+  // Starts loading a panel into the warp's next buffer, a tile of 8 ranks by each of four lanes.
+  __device__ __forceinline__ void load_b(const Task& task, const Panel& panel) {
+    const aril_descriptor& module = module_of(panel.item);
+    const int tile = panel.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
     TransactionBarrier& arrival = batch.b[warp][index_of(issued)];
-    if (lane == 0) arrival.expect(tiles * kChunkTileBytes);
+    if (lane == 0) arrival.expect(tiles * kPanelTileBytes);
     if (lane < tiles) {
-      const int row = (task.first + chunk.item.block * p.splits) * kBlockRows;
-      arrival.copy(place_of(issued) + lane * kChunkTileBytes, b_tile(module, row, tile + lane),
-                   kChunkTileBytes);
+      const int row = (task.first + panel.item.block * p.splits) * kBlockRows;
+      arrival.copy(place_of(issued) + lane * kPanelTileBytes, b_tile(module, row, tile + lane),
+                   kPanelTileBytes);
     }
     ++issued;
   }
 
-  __device__ __forceinline__ void wait_for_chunk() {
+  __device__ __forceinline__ void wait_for_panel() {
     batch.b[warp][index_of(taken)].wait(taken >> batch.place_bits & 1);
     ++taken;
   }
 
-  // One buffer stays free: the one read last is overwritten a chunk later.
+  // One buffer stays free: the one read last is overwritten a panel later.
   __device__ __forceinline__ void load_first_b(const Task& task) {
-    Chunk chunk = chunk_from(task, first_item(task.count));
+    Panel panel = panel_from(task, first_item(task.count));
 #pragma unroll 1
-    for (int i = 1; i < 1 << batch.place_bits && has(chunk); ++i) {
-      load_b(task, chunk);
-      chunk = next(task, chunk);
+    for (int i = 1; i < 1 << batch.place_bits && has(panel); ++i) {
+      load_b(task, panel);
+      panel = next(task, panel);
     }
   }
 
-  // sums += B v of a chunk: this lane's tile of ranks is at `b`, v at `rank` of the gathered ranks.
-  __device__ __forceinline__ void multiply_chunk(float (&sums)[2][4], const unsigned char* b,
+  // sums += B v of a panel: this lane's tile of ranks is at `b`, v at `rank` of the gathered ranks.
+  __device__ __forceinline__ void multiply_panel(float (&sums)[2][4], const unsigned char* b,
                                                  bool has_ranks, int token, int rank) const {
     const unsigned char* v =
         dynamic + p.smem.v + max(token, 0) * p.smem.v_pitch + rank * 2 + q * 16;
@@ -658,29 +658,29 @@ struct Delta {
     }
   }
 
-  // Adds B v of a task to its deltas. Its first chunks are being loaded.
+  // Adds B v of a task to its deltas. Its first panels are being loaded.
   __device__ __forceinline__ void expand(const Task& task) {
-    Chunk chunk = chunk_from(task, first_item(task.count)), ahead = chunk;
+    Panel panel = panel_from(task, first_item(task.count)), ahead = panel;
     for (int i = taken; i < issued; ++i) ahead = next(task, ahead);
     float sums[2][4] = {};
 #pragma unroll 1
-    while (has(chunk)) {
-      const unsigned char* b = place_of(taken) + q * kChunkTileBytes + g * 16;
-      wait_for_chunk();
+    while (has(panel)) {
+      const unsigned char* b = place_of(taken) + q * kPanelTileBytes + g * 16;
+      wait_for_panel();
       __syncwarp();
       if (has(ahead)) {
         load_b(task, ahead);
         ahead = next(task, ahead);
       }
-      multiply_chunk(sums, b, chunk.rank + q * ARIL_RANK_TILE < module_of(chunk.item).rank,
-                     batch.segments.tokens[chunk.item.segment][g], chunk.rank - task.begin);
-      const Chunk following = next(task, chunk);
+      multiply_panel(sums, b, panel.rank + q * ARIL_RANK_TILE < module_of(panel.item).rank,
+                     batch.segments.tokens[panel.item.segment][g], panel.rank - task.begin);
+      const Panel following = next(task, panel);
       // The sums do not depend on how many ranks fit at once.
       if (following.rank == task.begin || following.rank % kSumRanks == 0) {
-        // CUDA 12.8 takes `chunk.rank <` for the beginning of a template argument list.
-        add_deltas(chunk.item, sums, kSumRanks > chunk.rank);
+        // CUDA 12.8 takes `panel.rank <` for the beginning of a template argument list.
+        add_deltas(panel.item, sums, kSumRanks > panel.rank);
       }
-      chunk = following;
+      panel = following;
     }
   }
 
@@ -721,7 +721,7 @@ struct Delta {
     while (at.first < p.grid.units) {
       const OwnBlocks own(first_block(at.first), p.splits, share.split);
       const int count = own.count(end_block(at.first));
-      const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kChunkRanks) * kChunkRanks;
+      const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kPanelRanks) * kPanelRanks;
 #pragma unroll 1
       while (at.begin < all) {
         const Task task = {own.first, count, at.begin, min(at.begin + p.smem.v_ranks, all)};
@@ -729,7 +729,7 @@ struct Delta {
         const int missing = gather(task.begin, task.end - task.begin);
         if (missing >= 0) {
           // A reuses the buffers of B.
-          while (taken < issued) wait_for_chunk();
+          while (taken < issued) wait_for_panel();
           sync_warps();
           if (thread == 0) {
             batch.missing = -1;
@@ -766,7 +766,7 @@ struct Delta {
   // A warp's barriers are its own.
   __device__ __forceinline__ void init_barriers() {
     if (lane < kAPlaces) batch.a[warp][lane].init();
-    if (lane < kMaxChunkPlaces) batch.b[warp][lane].init();
+    if (lane < kMaxPanelPlaces) batch.b[warp][lane].init();
     fence_async_proxy();
     __syncwarp();
   }

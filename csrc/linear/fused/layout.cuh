@@ -53,9 +53,9 @@ constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
 constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
 constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
 constexpr int kHalves = kDeltaWarps;     // of a step of A: a warp sums 128 features
-constexpr int kChunkRanks = 32;          // of B, eight for each lane of four
-constexpr int kChunkTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
-constexpr int kMaxChunkPlaces = 8;  // buffers of B of a warp, in the memory of A
+constexpr int kPanelRanks = 32;          // of B, eight for each lane of four
+constexpr int kPanelTileBytes = kBlockRows * ARIL_RANK_TILE * 2;
+constexpr int kMaxPanelPlaces = 8;  // buffers of B of a warp, in the memory of A
 constexpr int kSumRanks = 64;       // ranks whose products are added up before others join them
 constexpr int kMaxStages = ARIL_FORWARD_STAGES;
 
@@ -130,7 +130,7 @@ struct DeltaShared {
   uint32_t epoch;
   uint32_t turn;                                   // of this block among those that have started
   TransactionBarrier a[kDeltaWarps][kMaxAPlaces];  // a warp's buffers of A, and
-  TransactionBarrier b[kDeltaWarps][kMaxChunkPlaces];  // of B, at the same place
+  TransactionBarrier b[kDeltaWarps][kMaxPanelPlaces];  // of B, at the same place
   DeltaUnit units[kUnits];
 };
 
