@@ -26,21 +26,28 @@ def post(path: str, body: dict[str, str]) -> None:
     urllib.request.urlopen(request).close()
 
 
+def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
+    """The texts of all elements at one moment: the page may remove an element that has been found before its text is read."""
+    script = "return Array.from(document.querySelectorAll(arguments[0]), (found) => found.innerText.trim())"
+    return browser.execute_script(script, selector)
+
+
 def check(browser: webdriver.Chrome) -> None:
     wait = WebDriverWait(browser, 60)
 
     def models() -> list[str]:
-        return [label.text for label in browser.find_elements(By.CSS_SELECTOR, "#models label")]
+        return texts(browser, "#models label")
 
     def text(selector: str) -> str:
-        return browser.find_element(By.CSS_SELECTOR, selector).text
+        [found] = texts(browser, selector)
+        return found
 
     def ask(expected: dict[str, str]) -> None:
         browser.find_element(By.ID, "message").send_keys(QUESTION + "\n")
         for model, answer in expected.items():
             last = f"section[data-model={model}] p:last-child"
             wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, f"{last}[data-done]"))
-            assert text(last).strip() == answer, f"{model}: {text(last)}"
+            assert text(last) == answer, f"{model}: {text(last)}"
 
     browser.get(URL)
     # Without a key, the page says what the server says.
@@ -90,7 +97,7 @@ def check(browser: webdriver.Chrome) -> None:
 
 def check_gone(browser: webdriver.Chrome) -> None:
     """A page whose server has gone says so."""
-    WebDriverWait(browser, 60).until(lambda _: "does not answer" in browser.find_element(By.ID, "counts").text)
+    WebDriverWait(browser, 60).until(lambda _: "does not answer" in texts(browser, "#counts")[0])
 
 
 def main() -> None:
