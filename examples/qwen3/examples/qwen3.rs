@@ -1,4 +1,4 @@
-//! A Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch: `cargo run --release --example qwen3`.
+//! A Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch: `cargo run --example qwen3`.
 
 use std::process::ExitCode;
 
