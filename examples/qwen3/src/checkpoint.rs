@@ -77,6 +77,10 @@ pub struct Tensor {
 
 impl Checkpoint {
     /// Maps the weights of a model's directory: those that its index names, or `model.safetensors`.
+    ///
+    /// # Errors
+    ///
+    /// If a file is missing or not a safetensors file, or if the index and the files differ.
     pub fn open(model: &Path) -> Result<Self> {
         let index = model.join("model.safetensors.index.json");
         let single = model.join("model.safetensors");
@@ -124,6 +128,10 @@ impl Checkpoint {
 
     /// Refuses a configuration whose sizes differ from the tensors', before anything is allocated by these sizes. Also refuses a tied
     /// head stored with other values than the embedding, which some versions of transformers use and some do not.
+    ///
+    /// # Errors
+    ///
+    /// If a size differs, or such a head has other values: with the field and the tensor.
     pub fn check(&self, config: &Config) -> Result<()> {
         let Config { vocab, hidden, intermediate, heads, .. } = *config;
         // The rows of a weight, packed or not.
@@ -175,6 +183,10 @@ impl Checkpoint {
     }
 
     /// Whether an adapter's copy of a base weight equals the base model's, as `T`.
+    ///
+    /// # Errors
+    ///
+    /// If the model has no such module, or the checkpoint has no such weight of this shape.
     pub fn has<T: Element>(&self, weight: &BaseWeight, model: &Model, tied: bool) -> Result<bool> {
         let path = weight.path_in(model)?;
         let name = if tied { "model.embed_tokens.weight" } else { &format!("{path}.weight") };
@@ -403,6 +415,10 @@ impl<'a> Weights<'a> {
     }
 
     /// A block of the weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
+    ///
+    /// # Errors
+    ///
+    /// If the tensor is missing, or has another shape, or values that `T` cannot represent.
     pub fn module<T: Element>(&mut self, path: &str, shape: [usize; 2], block: &Block) -> Result<Cow<'a, [T]>> {
         self.module_from(path, path, shape, block)
     }
@@ -434,6 +450,10 @@ impl<'a> Weights<'a> {
     }
 
     /// The weight of a norm.
+    ///
+    /// # Errors
+    ///
+    /// If the tensor is missing, or has another shape, or values that `T` cannot represent.
     pub fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Cow<'a, [T]>> {
         self.read_as(&format!("{path}.weight"), &[len], &Block::whole(&[len]))
     }
@@ -442,6 +462,10 @@ impl<'a> Weights<'a> {
     /// tensor for all. The experts of other ranks are theirs to read.
     ///
     /// They stay in 4 bits if all are stored in 4 bits, no adapter is merged and the rank's columns are whole groups.
+    ///
+    /// # Errors
+    ///
+    /// If a tensor is missing, or has another shape, or values that `T` cannot represent.
     pub fn experts<T: Element>(
         &mut self,
         path: &str,
@@ -524,6 +548,10 @@ impl<'a> Weights<'a> {
     }
 
     /// Ends loading.
+    ///
+    /// # Errors
+    ///
+    /// If a tensor of the checkpoint has not been read, or a module of the merged adapter has not been met.
     pub fn finish(self) -> Result<()> {
         if let Some(name) = self.unread.first() {
             let file = &self.checkpoint.shards[self.checkpoint.tensors[*name].shard].path;

@@ -96,6 +96,10 @@ impl Heads {
 
 impl Config {
     /// Reads `config.json`, and the tokens that end a text from `generation_config.json` alone if it exists.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be read, or describes another model than a Qwen3 that is implemented.
     pub fn read(model: &Path) -> Result<Self> {
         let path = model.join("config.json");
         let fields = Fields::read(&path)?;

@@ -140,6 +140,7 @@ pub struct Matrix<T: 'static> {
 }
 
 /// A linear layer of adapters.
+#[derive(Debug)]
 pub enum Linear {
     /// Whose ranks exchange no sums of A x.
     Whole(LoraLinear),
@@ -155,12 +156,14 @@ pub enum Linear {
 }
 
 /// A linear layer with its base weight, and the number of its output features.
+#[derive(Debug)]
 pub struct Fused<'a, T> {
     layer: FusedLinear<'a, T>,
     outputs: usize,
 }
 
 /// The state that a step's operations share.
+#[derive(Debug)]
 pub struct Buffers {
     /// Groups the tokens of each step by slot.
     pub routing: Routing,
@@ -170,6 +173,10 @@ pub struct Buffers {
 
 impl<T: Element + DeviceRepr> Cuda<T> {
     /// A GPU for one rank of a group. Waits for those of the others.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such GPU or no memory for the kernels, or another rank does not come.
     pub fn of_rank(ordinal: usize, rank: &Rank) -> Result<Self> {
         let mut device = Self::without_collectives(ordinal, rank.tp())?;
         if rank.tp().size() > 1 {
@@ -179,11 +186,19 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// The GPU of this number, for a model that it holds alone.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such GPU, or no memory for the kernels.
     pub fn new(ordinal: usize) -> Result<Self> {
         Self::without_collectives(ordinal, TpRank::SINGLE)
     }
 
     /// A GPU that computes the part of one rank, without the others: what would be exchanged is left out, for times alone.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such GPU, or no memory for the kernels.
     pub fn without_collectives(ordinal: usize, tp: TpRank) -> Result<Self> {
         let context = context(ordinal)?;
         let kernels = Kernels::load_into(&context).memory_for("the library's kernels")?;
@@ -211,6 +226,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// Starts a step of a batch.
+    ///
+    /// # Errors
+    ///
+    /// If the batch exceeds the table's capacity or names a slot without a lease, or a call of CUDA fails.
     pub fn start<'a>(
         adapters: Slots<'a, Self>,
         Buffers { routing, workspace }: &'a mut Buffers,
@@ -263,11 +282,19 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// Waits until all ranks have come this far.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended, or a call of CUDA or NCCL fails.
     pub fn meet(&self) -> Result<()> {
         self.nccl.as_ref().map_or(Ok(()), Nccl::meet)
     }
 
     /// Waits for all enqueued work if other ranks take part in it, so that no later wait is for a rank that has ended.
+    ///
+    /// # Errors
+    ///
+    /// If another rank has ended, or a call of CUDA or NCCL fails.
     pub fn wait(&self) -> Result<()> {
         self.nccl.as_ref().map_or(Ok(()), Nccl::wait)
     }
@@ -298,6 +325,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     }
 
     /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
+    ///
+    /// # Errors
+    ///
+    /// If the launch fails.
     pub fn copy_inputs(
         &self,
         Inputs { ids, places }: &mut Inputs<Self>,

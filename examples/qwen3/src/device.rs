@@ -119,6 +119,12 @@ impl<D: Device> Clone for Slots<'_, D> {
 impl<D: Device> Copy for Slots<'_, D> {}
 
 /// A device that the forward runs on, computing on one element type.
+///
+/// # Errors
+///
+/// An operation fails if the device has no memory for its result, or refuses or aborts a launch; one of several ranks also if another rank
+/// has ended. The library's operations also refuse what their documentation says.
+#[expect(clippy::missing_errors_doc, reason = "the trait has it, once for all operations")]
 pub trait Device: Sized + 'static {
     /// The element type of activations.
     type Elem: Element;

@@ -46,6 +46,10 @@ impl<E: error::Error> From<E> for Error {
 /// Adds the subject of an error.
 pub trait Context<T> {
     /// Puts the subject in front of the error's sentence.
+    ///
+    /// # Errors
+    ///
+    /// The same error behind its subject.
     fn context(self, subject: impl fmt::Display) -> Result<T>;
 }
 

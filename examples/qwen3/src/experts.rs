@@ -7,7 +7,8 @@ use std::borrow::Cow;
 
 use crate::{device::Device, error::Result};
 
-/// One projection of all experts on this rank.
+/// One projection of all experts on this rank. Its products fail as operations of a [`Device`] do.
+#[expect(clippy::missing_errors_doc, reason = "the trait has it, once for all products")]
 pub trait GroupedGemm<D: Device> {
     /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert. Rows of the result
     /// that belong to no route have any value.

@@ -12,6 +12,10 @@ use std::{
 use crate::error::{Context, Result, bail};
 
 /// Opens a regular file. A pipe or a device may never end.
+///
+/// # Errors
+///
+/// If it is something else than a regular file, or cannot be opened.
 pub fn open(path: &Path) -> Result<File> {
     let regular = |metadata: Metadata| match metadata.is_file() {
         true => Ok(()),
@@ -25,6 +29,10 @@ pub fn open(path: &Path) -> Result<File> {
 }
 
 /// Reads a text of at most `max_mib` MiB.
+///
+/// # Errors
+///
+/// If the file is longer, cannot be read, or is not UTF-8.
 pub fn read_text(path: &Path, max_mib: u64) -> Result<String> {
     let file = open(path)?;
     let bytes = file.metadata().context(path.display())?.len();

@@ -135,6 +135,10 @@ pub struct State<'m, D: Device + 'm> {
 
 impl<D: Device> Model<'_, D> {
     /// Sets up a run of sequences on a cache of `rows` rows, the longest of them with `positions` positions.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for it.
     pub fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
         let Self { device, config, heads, routes, adapters, layers, .. } = self;
         let features = heads.kv_features();
@@ -159,11 +163,19 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Runs a step of all requests and returns the logits of the sampled rows: `[sampled, vocab]`.
+    ///
+    /// # Errors
+    ///
+    /// If the step exceeds the table's capacity or names a slot without a lease, or the device fails.
     pub fn forward(&self, adapters: Slots<'_, D>, session: &mut Session<'_, D>, step: &Step) -> Result<D::Tensor> {
         self.forward_on(adapters, session, step, &self.inputs(step)?)
     }
 
     /// [`forward`](Self::forward), of indices on the device.
+    ///
+    /// # Errors
+    ///
+    /// As [`forward`](Self::forward).
     pub fn forward_on(
         &self,
         adapters: Slots<'_, D>,
@@ -189,6 +201,10 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Uploads the indices of a step.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for them.
     pub fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
         let BlockTable { ref first_rows, columns, block_rows } = step.table;
         let places = step.sequences.iter().zip(&step.positions);
@@ -205,6 +221,10 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// Runs the layers, and returns the hidden states of all tokens: `[tokens, hidden]`.
+    ///
+    /// # Errors
+    ///
+    /// If the device fails.
     pub fn hidden(
         &self,
         State { fused, caches, rope, grouping, .. }: &mut State<'_, D>,
@@ -258,6 +278,10 @@ impl<D: Device> Model<'_, D> {
     }
 
     /// The logits of hidden states: `[tokens, vocab]`.
+    ///
+    /// # Errors
+    ///
+    /// If the device fails.
     pub fn logits(&self, state: &State<'_, D>, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
         let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
         let base = self.head.as_ref().unwrap_or(&self.embed);

@@ -66,12 +66,20 @@ impl fmt::Debug for Rank {
 
 impl Rank {
     /// The ranks of a group of threads, by rank. Each waits for the others up to `limit`.
+    ///
+    /// # Errors
+    ///
+    /// If no group has so many ranks.
     pub fn threads(size: usize, limit: Duration) -> Result<Vec<Self>> {
         let links = Threads::group(size, limit).into_iter().enumerate();
         links.map(|(rank, link)| Ok(Self::new(TpRank::new(rank, size)?, limit, link))).collect()
     }
 
     /// This process's rank of a group of `size` processes, if the environment says that it is one.
+    ///
+    /// # Errors
+    ///
+    /// If a variable of the environment is missing or wrong, or the ranks do not meet within `limit`.
     pub fn process(size: usize, limit: Duration) -> Result<Option<Self>> {
         let Some(processes) = variable::<usize>("WORLD_SIZE")? else { return Ok(None) };
         if processes != size {
@@ -107,6 +115,10 @@ impl Rank {
 
     /// Sends bytes to all ranks, and returns those of all ranks, by rank. Blocks until they have arrived. The n-th calls of all ranks
     /// belong together, and have equally many bytes.
+    ///
+    /// # Errors
+    ///
+    /// If a rank does not send in time, has ended, or sends another number of bytes.
     pub fn gather(&self, bytes: &[u8]) -> std::result::Result<Vec<Vec<u8>>, ChannelError> {
         let Some(link) = &self.link else { return Ok(vec![bytes.to_vec()]) };
         let of_ranks = link.gather(bytes)?;
@@ -133,12 +145,20 @@ impl Rank {
     }
 
     /// The largest value of all ranks.
+    ///
+    /// # Errors
+    ///
+    /// If a rank does not send in time, or has ended.
     pub fn largest(&self, value: usize) -> Result<usize> {
         let of_ranks = self.gather(bytemuck::bytes_of(&value))?;
         Ok(of_ranks.iter().map(|bytes| bytemuck::pod_read_unaligned(bytes)).fold(value, usize::max))
     }
 
     /// Waits until no rank needs another one any more.
+    ///
+    /// # Errors
+    ///
+    /// If a rank does not come in time, or has ended.
     pub fn finish(&self) -> Result<()> {
         self.gather(&[])?;
         self.is_finished.store(true, Ordering::Relaxed);
@@ -152,6 +172,10 @@ impl Rank {
     }
 
     /// Fails if another rank has ended.
+    ///
+    /// # Errors
+    ///
+    /// With the ranks that have ended.
     pub fn check(&self) -> std::result::Result<(), ChannelError> {
         self.link.as_ref().map_or(Ok(()), |link| link.check())
     }

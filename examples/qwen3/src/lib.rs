@@ -3,9 +3,6 @@
 //! Start with [`forward`], which has the multi-LoRA calls. The engine of `aril-serve` runs on it, and so does the program [`main`], whose
 //! manual is README.md.
 
-#![expect(missing_debug_implementations, reason = "memory of a device has nothing to print")]
-#![expect(clippy::missing_errors_doc, reason = "an error is a sentence that names its cause: see `error`")]
-
 pub mod checkpoint;
 mod cli;
 pub mod config;
@@ -24,6 +21,7 @@ mod job;
 #[cfg(feature = "cuda")]
 pub mod kernels;
 pub mod model;
+mod opaque;
 mod pool;
 mod report;
 mod requests;

@@ -110,6 +110,10 @@ pub struct Experts<D: Device> {
 
 impl<'d, D: Device> Model<'d, D> {
     /// Builds the device's part of the base model for steps of at most `tokens` tokens, whose adapters are in `table`.
+    ///
+    /// # Errors
+    ///
+    /// If the weights do not fit the configuration, or the device has no memory for them.
     pub fn new(
         device: &'d D,
         config: &Config,
@@ -172,6 +176,10 @@ impl<'d, D: Device> Model<'d, D> {
 }
 
 /// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens. All ranks load each of them, or none.
+///
+/// # Errors
+///
+/// If an adapter does not fit the model, has no room, or cannot be loaded by another rank.
 pub fn load<D: Device>(
     device: &D,
     model: &model::Model,
@@ -200,6 +208,10 @@ pub fn load<D: Device>(
 
 /// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which
 /// exchange matrices of such sizes.
+///
+/// # Errors
+///
+/// If another rank has ended.
 pub fn capacity(tokens: usize, ranks: impl ExactSizeIterator<Item = usize>, rank: &Rank) -> Result<Capacity> {
     // The library's bounds are at least 1.
     let slots = ranks.len().max(1);
@@ -352,6 +364,10 @@ impl From<TpRank> for Split {
 }
 
 /// Describes the adapted layers and the PEFT modules fused into them, as a rank holds them.
+///
+/// # Errors
+///
+/// If the ranks cannot share the model's features or experts evenly.
 pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
     use aril::model::{Experts, Linear};
 

@@ -32,6 +32,10 @@ pub struct Tokenizer {
 
 impl Tokenizer {
     /// The tokenizer in a model's folder, if it has one.
+    ///
+    /// # Errors
+    ///
+    /// If `tokenizer.json` cannot be read, or has a part that is not implemented.
     pub fn read(model: &Path) -> Result<Option<Self>> {
         let path = model.join("tokenizer.json");
         if !path.exists() {
@@ -66,6 +70,10 @@ impl Tokenizer {
 
     /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have more than
     /// `max_tokens` is refused before it is tokenized.
+    ///
+    /// # Errors
+    ///
+    /// If the text has more tokens, or the tokenizer fails.
     pub fn encode(&self, text: &str, adds_special: bool, max_tokens: usize) -> Result<Vec<u32>> {
         let least = self.least.of(text);
         if least > max_tokens {
@@ -76,6 +84,10 @@ impl Tokenizer {
     }
 
     /// The text of tokens, without special ones or with them.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer fails.
     pub fn decode(&self, tokens: &[u32], skips_special: bool) -> Result<String> {
         let decode = || self.inner.decode(tokens, skips_special).map_err(|error| Error::new(error.to_string()));
         guarded(decode).context("tokenizer.json")
@@ -162,6 +174,10 @@ fn has_charsmap(normalizer: &Value) -> bool {
 }
 
 /// Turns a panic into an error, and suppresses the panic's message.
+///
+/// # Errors
+///
+/// That of `run`, or that it panicked.
 pub fn guarded<V>(run: impl FnOnce() -> Result<V>) -> Result<V> {
     thread_local! {
         static IS_GUARDED: Cell<bool> = const { Cell::new(false) };

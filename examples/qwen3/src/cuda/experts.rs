@@ -54,6 +54,7 @@ impl GroupedGemms {
 }
 
 /// The experts that each token chose, and the routes to those of this rank, sorted by expert.
+#[derive(Debug)]
 pub struct Routes {
     /// The experts of all ranks.
     experts: usize,
@@ -141,6 +142,7 @@ impl Routes {
 }
 
 /// The routes, and the library's grouping of them.
+#[derive(Debug)]
 pub struct Grouped<'a, 's> {
     pub(super) routes: &'a Routes,
     pub(super) grouped: cuda::GroupedRoutes<'a, 's>,

@@ -1,0 +1,44 @@
+//! `Debug` of types whose fields are memory of a device, or handles to it: their names alone.
+
+use std::fmt;
+
+#[cfg(feature = "cuda")]
+use crate::cuda::{self, Cuda};
+use crate::{
+    device::{Cache, Device, HeadNorms, Places, Rope, Slots},
+    forward::{Inputs, Lora, Session, State},
+    model::{Experts, Layer, Linear, Mlp, Model},
+};
+
+macro_rules! opaque {
+    ($([$($generics:tt)*] $type:ty;)*) => {$(
+        impl<$($generics)*> fmt::Debug for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(stringify!($type))
+            }
+        }
+    )*};
+}
+
+opaque! {
+    [D: Device] Cache<D>;
+    [D: Device] Places<D>;
+    [D: Device] HeadNorms<'_, D>;
+    [D: Device] Rope<D>;
+    [D: Device] Slots<'_, D>;
+    [D: Device] Inputs<D>;
+    [D: Device] Lora<'_, '_, D>;
+    ['m, D: Device + 'm] Session<'m, D>;
+    ['m, D: Device + 'm] State<'m, D>;
+    [D: Device] Model<'_, D>;
+    [D: Device] Layer<D>;
+    [D: Device] Linear<D>;
+    [D: Device] Mlp<D>;
+    [D: Device] Experts<D>;
+}
+
+#[cfg(feature = "cuda")]
+opaque! {
+    [T] Cuda<T>;
+    [T: 'static] cuda::Matrix<T>;
+}
