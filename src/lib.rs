@@ -81,6 +81,7 @@
 
 pub mod adapter;
 mod blocks;
+#[macro_use]
 mod contract;
 #[cfg(any(test, feature = "cuda"))]
 mod copies;

@@ -4,18 +4,14 @@
 //! `check` refuses operands. The checks have one order: the layer against the step, the batch's size, then the operands from input to
 //! output; of an operand its element type, its shape, and the alignment of its rows.
 
-mod embedding;
+mod dense;
 pub(crate) mod experts;
-mod fully_sharded;
-mod fused_linear;
-mod linear;
+#[macro_use]
+mod operations;
 
 pub(crate) use self::{
-    embedding::Embedding,
+    dense::{Embedding, FullyShardedLinear, FusedLinear, Linear},
     experts::{Experts, ExpertsForm, check_of_routes, check_top_k},
-    fully_sharded::FullyShardedLinear,
-    fused_linear::FusedLinear,
-    linear::Linear,
 };
 use crate::{
     DType, Slices,

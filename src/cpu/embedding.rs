@@ -17,7 +17,7 @@ impl LoraEmbedding {
         Ok(Self { contract })
     }
 
-    #[doc = include_str!("../docs/operations/embedding_add_delta.md")]
+    #[doc = doc_of!(embedding_add_delta)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the embedding and the step. `y` is then unchanged.

@@ -124,7 +124,7 @@ impl LoraExperts {
         &self.contract.plan
     }
 
-    #[doc = include_str!("../docs/operations/experts_add_gate_up_delta.md")]
+    #[doc = doc_of!(experts_add_gate_up_delta)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -140,7 +140,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_write_gate_up_delta.md")]
+    #[doc = doc_of!(experts_write_gate_up_delta)]
     ///
     /// # Errors
     /// As for `add_gate_up_delta`.
@@ -156,7 +156,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_activate.md")]
+    #[doc = doc_of!(experts_activate)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
@@ -189,7 +189,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_add_down_delta.md")]
+    #[doc = doc_of!(experts_add_down_delta)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -205,7 +205,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_write_down_delta.md")]
+    #[doc = doc_of!(experts_write_down_delta)]
     ///
     /// # Errors
     /// As for `add_down_delta`.
@@ -221,7 +221,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_add_combined_delta.md")]
+    #[doc = doc_of!(experts_add_combined_delta)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
@@ -248,7 +248,7 @@ impl LoraExperts {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/experts_combine.md")]
+    #[doc = doc_of!(experts_combine)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the experts, the step and its routes. `out` is then unchanged.

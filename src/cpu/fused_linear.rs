@@ -51,7 +51,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self.contract.plan
     }
 
-    #[doc = include_str!("../docs/operations/fused_linear_forward.md")]
+    #[doc = doc_of!(fused_linear_forward)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, or the step has more than

@@ -30,7 +30,7 @@ impl LoraLinear {
         &self.contract.plan
     }
 
-    #[doc = include_str!("../docs/operations/linear_add_delta.md")]
+    #[doc = doc_of!(linear_add_delta)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
@@ -46,7 +46,7 @@ impl LoraLinear {
         self.shrink(step, x)?.expand(y)
     }
 
-    #[doc = include_str!("../docs/operations/linear_write_delta.md")]
+    #[doc = doc_of!(linear_write_delta)]
     ///
     /// # Errors
     /// As for [`add_delta`](Self::add_delta).
@@ -145,7 +145,7 @@ impl Shrunk<'_, '_> {
         Ok(())
     }
 
-    #[doc = include_str!("../docs/operations/linear_silu_mul.md")]
+    #[doc = doc_of!(linear_silu_mul)]
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step, or the slices are not gate and up. `out` is then unchanged.

@@ -17,7 +17,6 @@ mod pool;
 mod step;
 mod table;
 mod upload;
-mod workspace;
 
 pub use self::{
     embedding::LoraEmbedding,
@@ -27,8 +26,7 @@ pub use self::{
     linear::{LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::{AdapterPool, Tiers},
-    step::Step,
+    step::{Step, Workspace},
     table::WeightTable,
     upload::{Filled, Reservation, Staging},
-    workspace::Workspace,
 };

@@ -1,7 +1,9 @@
 use std::sync::Arc;
 
-use super::{WeightTable, Workspace, factors::Factors, upload::Adapter};
-use crate::{DType, Element, Slot, contract::StepShape, error::OperandError, model::ModelId, routing::Batch};
+use super::{WeightTable, factors::Factors, upload::Adapter};
+use crate::{
+    DType, Element, Slot, contract::StepShape, error::OperandError, model::ModelId, plan::PlanError, routing::Batch,
+};
 
 /// The operations of one batch, and the table, batch and workspace that they share.
 ///
@@ -62,5 +64,22 @@ impl WeightTable {
             batch: *batch,
             workspace,
         })
+    }
+}
+
+/// Scratch memory of a step: `A x` of what is [`Shrunk`](super::Shrunk).
+#[derive(Clone, Debug, Default)]
+pub struct Workspace {
+    /// `[tokens, slices, max_rank]`
+    pub(super) v: Vec<f32>,
+}
+
+impl Workspace {
+    /// A workspace for any layer of the table's model, or of any other table: it grows.
+    ///
+    /// # Errors
+    /// None; the GPU's has some.
+    pub fn new(_weights: &WeightTable) -> Result<Self, PlanError> {
+        Ok(Self::default())
     }
 }

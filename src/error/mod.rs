@@ -10,9 +10,11 @@
 mod launch;
 mod load;
 mod operand;
-mod slot;
 
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub use self::launch::LaunchError;
-pub use self::{load::LoadError, operand::OperandError, slot::SlotError};
+pub use self::{
+    load::{LoadError, SlotError},
+    operand::OperandError,
+};

@@ -8,16 +8,13 @@ mod config;
 mod core;
 mod counters;
 mod error;
+mod handles;
 mod id;
-mod lease;
-mod load;
 mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod simulated;
 mod source;
-mod stream;
-mod version;
 
 pub use self::{
     adapter_pool::AdapterPool,
@@ -25,13 +22,10 @@ pub use self::{
     config::PoolConfig,
     counters::{Counters, Residency, Snapshot, Tier},
     error::PoolError,
-    id::{AdapterId, CacheNamespace},
-    lease::Lease,
-    load::Load,
+    handles::{Lease, Load, Version},
+    id::{AdapterId, CacheNamespace, StreamId},
     simulated::{Simulated, SimulatedPool, Work},
     source::Source,
-    stream::StreamId,
-    version::Version,
 };
 pub(crate) use self::{
     adapter_pool::slot_at,

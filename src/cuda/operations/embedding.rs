@@ -48,7 +48,7 @@ impl LoraEmbedding {
         self.contract.capacity
     }
 
-    #[doc = include_str!("../../docs/operations/embedding_add_delta.md")]
+    #[doc = doc_of!(embedding_add_delta)]
     ///
     /// Enqueues the work, and neither allocates nor waits.
     ///

@@ -183,7 +183,7 @@ impl LoraExperts {
 
     operation! {
         AddGateUp, add_gate_up_delta_raw,
-        #[doc = include_str!("../../docs/operations/experts_add_gate_up_delta.md")]
+        #[doc = doc_of!(experts_add_gate_up_delta)]
         ///
         /// Enqueues the work, and neither allocates nor waits.
         ///
@@ -194,7 +194,7 @@ impl LoraExperts {
 
     operation! {
         WriteGateUp, write_gate_up_delta_raw,
-        #[doc = include_str!("../../docs/operations/experts_write_gate_up_delta.md")]
+        #[doc = doc_of!(experts_write_gate_up_delta)]
         ///
         /// # Errors
         /// As for `add_gate_up_delta`.
@@ -203,7 +203,7 @@ impl LoraExperts {
 
     operation! {
         AddDown, add_down_delta_raw,
-        #[doc = include_str!("../../docs/operations/experts_add_down_delta.md")]
+        #[doc = doc_of!(experts_add_down_delta)]
         ///
         /// Enqueues the work, and neither allocates nor waits.
         ///
@@ -214,7 +214,7 @@ impl LoraExperts {
 
     operation! {
         WriteDown, write_down_delta_raw,
-        #[doc = include_str!("../../docs/operations/experts_write_down_delta.md")]
+        #[doc = doc_of!(experts_write_down_delta)]
         ///
         /// # Errors
         /// As for `add_down_delta`.
@@ -223,7 +223,7 @@ impl LoraExperts {
 
     operation! {
         AddCombined, add_combined_delta_raw,
-        #[doc = include_str!("../../docs/operations/experts_add_combined_delta.md")]
+        #[doc = doc_of!(experts_add_combined_delta)]
         ///
         /// Enqueues the work, and neither allocates nor waits.
         ///
@@ -232,7 +232,7 @@ impl LoraExperts {
         add_combined_delta
     }
 
-    #[doc = include_str!("../../docs/operations/experts_activate.md")]
+    #[doc = doc_of!(experts_activate)]
     ///
     /// Enqueues the work, and neither allocates nor waits.
     ///
@@ -275,7 +275,7 @@ impl LoraExperts {
         unsafe { self.run(&launch, routes, step.stream) }
     }
 
-    #[doc = include_str!("../../docs/operations/experts_combine.md")]
+    #[doc = doc_of!(experts_combine)]
     ///
     /// Enqueues the work, and neither allocates nor waits.
     ///

@@ -96,7 +96,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         self.raw.plan()
     }
 
-    #[doc = include_str!("../../docs/operations/fused_linear_forward.md")]
+    #[doc = doc_of!(fused_linear_forward)]
     ///
     /// The rows of `x` are aligned to 16 bytes. In a captured step, rows beyond the last update have no adapter. Enqueues the work,
     /// and neither allocates nor waits.

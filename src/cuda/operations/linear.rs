@@ -65,7 +65,7 @@ impl LoraLinear {
         &self.contract.plan
     }
 
-    #[doc = include_str!("../../docs/operations/linear_add_delta.md")]
+    #[doc = doc_of!(linear_add_delta)]
     ///
     /// Enqueues the work, and neither allocates nor waits.
     ///
@@ -115,7 +115,7 @@ impl LoraLinear {
         unsafe { self.run(ffi::aril_linear, &launch, step.stream) }
     }
 
-    #[doc = include_str!("../../docs/operations/linear_write_delta.md")]
+    #[doc = doc_of!(linear_write_delta)]
     ///
     /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
@@ -373,7 +373,7 @@ impl Shrunk<'_, '_> {
         self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y.into()))
     }
 
-    #[doc = include_str!("../../docs/operations/linear_silu_mul.md")]
+    #[doc = doc_of!(linear_silu_mul)]
     ///
     /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///

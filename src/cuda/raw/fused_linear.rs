@@ -105,7 +105,7 @@ impl FusedLinear {
         &self.contract.plan
     }
 
-    #[doc = include_str!("../../docs/operations/fused_linear_forward.md")]
+    #[doc = doc_of!(fused_linear_forward)]
     ///
     /// The rows of `x` are aligned to 16 bytes, and the step's workspace has at least
     /// [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Rows of a captured batch beyond the last update have no adapter.

@@ -20,7 +20,7 @@ use std::{
 
 use self::{device::Device, host::HostPlace};
 pub(crate) use self::{device::Granted, host::Host, rules::Rule};
-use super::{AdapterId, Counters, Load, PoolError, StreamId, backend::Backend, load::Loading};
+use super::{AdapterId, Counters, Load, PoolError, StreamId, backend::Backend, handles::Loading};
 use crate::{error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
