@@ -58,10 +58,17 @@ impl Lora {
         rank: usize,
         value: f32,
     ) -> Self {
-        let mut module = Self::linear(path, in_features, out_features, rank).dtype(DType::F32).alpha(rank as f64);
-        module.a.fill(1.0);
-        module.b.fill(value / (rank * in_features) as f32);
-        module
+        Self::linear(path, in_features, out_features, rank).of_rows(|_| value / (rank * in_features) as f32)
+    }
+
+    /// A module of f32 whose A has ones, whose rows of B have one value each, and whose scaling is 1.
+    pub(crate) fn of_rows(mut self, value: impl Fn(usize) -> f32) -> Self {
+        self.a.fill(1.0);
+        for (row, values) in self.b.chunks_exact_mut(self.rank).enumerate() {
+            values.fill(value(row));
+        }
+        let alpha = self.rank as f64;
+        self.dtype(DType::F32).alpha(alpha)
     }
 
     pub(crate) fn alpha(self, alpha: f64) -> Self {
@@ -122,6 +129,19 @@ pub(crate) fn parts(lora_alpha: f64, modules: &[Lora]) -> Parts {
 pub(crate) fn adapter(modules: &[Lora]) -> Adapter {
     let (config, tensors) = parts(1.0, modules);
     Adapter::from_tensors(&config, tensors).expect("factors of one rank for each module")
+}
+
+/// The same with another owner of the bytes of each tensor, which is named.
+pub(crate) fn owned_by<O: AsRef<[u8]> + Send + Sync + 'static>(
+    modules: &[Lora],
+    owner: impl Fn(&str, Vec<u8>) -> O,
+) -> Adapter {
+    let (config, tensors) = parts(1.0, modules);
+    let owned = tensors.into_iter().map(|(name, tensor)| {
+        let bytes = owner(&name, tensor.bytes().to_vec());
+        (name, Tensor::new(tensor.dtype(), tensor.shape().to_vec(), bytes).expect("as many bytes as before"))
+    });
+    Adapter::from_tensors(&config, owned).expect("factors of one rank for each module")
 }
 
 pub(crate) fn tensor(dtype: DType, shape: &[usize], values: &[f32]) -> Tensor {

@@ -2,6 +2,7 @@
 
 use crate::{
     common::{
+        adapters::{self, Lora},
         case::Subject,
         cpu::{matrix, matrix_mut, table},
         dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
@@ -11,7 +12,7 @@ use crate::{
 };
 use aril::{
     DType, Element, Slot,
-    adapter::{Adapter, AdapterError, Tensor},
+    adapter::{Adapter, AdapterError},
     cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -202,20 +203,8 @@ impl Sites {
 
 /// An adapter of rank 1 for every module of [`Sites`], all ones.
 fn adapter() -> Adapter {
-    let tensor = |shape: [usize; 2]| {
-        let ones = vec![1.0_f32; shape[0] * shape[1]];
-        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&ones).to_vec()).unwrap()
-    };
-    let tensors = [
-        ("m.q.lora_A.weight", [1, 3]),
-        ("m.q.lora_B.weight", [4, 1]),
-        ("m.k.lora_A.weight", [1, 3]),
-        ("m.k.lora_B.weight", [2, 1]),
-        ("embed.lora_embedding_A", [1, 9]),
-        ("embed.lora_embedding_B", [6, 1]),
-    ];
-    let tensors = tensors.map(|(name, shape)| (name.to_owned(), tensor(shape)));
-    Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
+    let modules = [Lora::linear("m.q", 3, 4, 1), Lora::linear("m.k", 3, 2, 1), Lora::embedding("embed", 9, 6, 1)];
+    adapters::adapter(&modules.map(|module| module.of_rows(|_| 1.0)))
 }
 
 /// Operands that do not fit are refused by name and leave `y` as it was, in every operation.
@@ -336,18 +325,10 @@ fn a_failed_load_leaves_the_slot_as_it_was() {
             "{error}"
         );
     }
-    let tensor = |rank: usize, value: f32| {
-        let tensor = |shape: [usize; 2]| {
-            let values = vec![value; shape[0] * shape[1]];
-            Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
-        };
-        let tensors = [("m.q.lora_A.weight", tensor([rank, 3])), ("m.q.lora_B.weight", tensor([4, rank]))];
-        let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
-        Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
-    };
-    let error = refused(Slot::new(0), &tensor(5, 1.0), &model, DType::F32);
+    let adding = |rank: usize, value: f32| adapters::adapter(&[Lora::adding("m.q", [3, 4], rank, value)]);
+    let error = refused(Slot::new(0), &adding(5, 3.0), &model, DType::F32);
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 5, max_rank: 4 })), "{error}");
-    let error = refused(Slot::new(0), &tensor(4, f32::NAN), &model, DType::F32);
+    let error = refused(Slot::new(0), &adding(4, f32::NAN), &model, DType::F32);
     assert!(matches!(error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{error}");
     for slot in [Slot::new(2), Slot::BASE] {
         let error = refused(slot, &adapter, &model, DType::F32);
@@ -355,7 +336,7 @@ fn a_failed_load_leaves_the_slot_as_it_was() {
     }
     assert!(matches!(weights.unload(Slot::new(2)), Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))));
     assert_eq!(added(&weights), [3.0, 0.0]);
-    weights.load(Slot::new(1), &tensor(4, 1.0).plan(&model, DType::F32).unwrap()).unwrap();
+    weights.load(Slot::new(1), &adding(4, 3.0).plan(&model, DType::F32).unwrap()).unwrap();
     weights.unload(Slot::new(0)).unwrap();
     assert_eq!(added(&weights), [0.0, 3.0]);
 }
@@ -381,10 +362,7 @@ fn ranks_are_those_of_distinct_adapters() {
     let capacity = Capacity::tokens(8).slots(4).rank(8);
     let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 16).unwrap();
     for (slot, rank) in [(0, 3), (2, 5)] {
-        let tensor = |shape: [usize; 2]| Tensor::new(DType::F32, shape, vec![0; shape[0] * shape[1] * 4]).unwrap();
-        let tensors = [("m.q.lora_A.weight", tensor([rank, 2])), ("m.q.lora_B.weight", tensor([4, rank]))];
-        let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
-        let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap();
+        let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, rank)]);
         weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
     }
     let [first, empty, third] = [0, 1, 2].map(Slot::new);
@@ -457,10 +435,7 @@ fn an_adapter_planned_for_another_rank_is_refused() {
     let mut spec = ModelSpec::new();
     spec.linear(layer()).unwrap();
     let [first, second] = [0, 1].map(|rank| spec.shard(TpRank::new(rank, 2).unwrap()).unwrap());
-    let tensor = |shape: [usize; 2]| Tensor::new(DType::F32, shape, vec![0; shape[0] * shape[1] * 4]).unwrap();
-    let tensors = [("m.q.lora_A.weight", tensor([1, 2])), ("m.q.lora_B.weight", tensor([4, 1]))];
-    let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
-    let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap();
+    let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, 1)]);
     let weights = table(&first, DType::F32, capacity(), std::slice::from_ref(&adapter));
     let error = weights.load(Slot::new(0), &adapter.plan(&second, DType::F32).unwrap()).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Model)), "{error}");

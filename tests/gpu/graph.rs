@@ -2,7 +2,7 @@
 
 use aril::{
     DType, Element, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -11,6 +11,7 @@ use aril::{
 
 use crate::{
     common::{
+        adapters::{self, Lora},
         compare::{Expected, Place, compare},
         dense::{Case, Site},
         small::choose,
@@ -23,18 +24,8 @@ const FEATURES: usize = 64;
 
 /// An adapter of `rank` that adds `rank * value` times the sum of x to every feature of both layers and to the embedding.
 fn adapter(rank: usize, value: f32) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let values = vec![value; shape[0] * shape[1]];
-        Tensor::new(DType::F32, shape.to_vec(), bytemuck::cast_slice(&values).to_vec()).unwrap()
-    };
-    let tensors = [
-        ("m.q.lora_A.weight", tensor([rank, FEATURES], 1.0)),
-        ("m.q.lora_B.weight", tensor([FEATURES, rank], value)),
-        ("embed.lora_embedding_A", tensor([rank, 10], 1.0)),
-        ("embed.lora_embedding_B", tensor([FEATURES, rank], value)),
-    ];
-    let config = format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#);
-    Adapter::from_tensors(&config, tensors.map(|(name, tensor)| (name.to_owned(), tensor))).unwrap()
+    let modules = [Lora::linear("m.q", FEATURES, FEATURES, rank), Lora::embedding("embed", 10, FEATURES, rank)];
+    adapters::adapter(&modules.map(|module| module.of_rows(|_| value)))
 }
 
 #[test]

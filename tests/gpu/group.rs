@@ -8,7 +8,7 @@ use std::{
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     cuda::{AdapterPool, Buffer, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Tiers, WeightTable, Workspace},
     error::{LoadError, OperandError},
     group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks},
@@ -18,7 +18,10 @@ use aril::{
     routing::Batch,
 };
 
-use crate::device::Gpu;
+use crate::{
+    common::adapters::{self, Lora},
+    device::Gpu,
+};
 
 const RANKS: usize = 2;
 const FEATURES: usize = 256;
@@ -29,14 +32,8 @@ type Pool = GroupPool<InProcess, Tiers>;
 
 /// An adapter that adds a value to all outputs of each rank.
 fn adapter(values: [f32; RANKS]) -> Adapter {
-    let tensor = |shape: [usize; 2], values: &[f32]| {
-        Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec()).unwrap()
-    };
-    let b = values.map(|value| [value; FEATURES]).concat();
-    let tensors = [("A", [1, FEATURES], &[1.0; FEATURES][..]), ("B", [RANKS * FEATURES, 1], &b)];
-    let tensors = tensors.map(|(side, shape, values)| (format!("m.q.lora_{side}.weight"), tensor(shape, values)));
-    let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": {}}}"#, 1.0 / FEATURES as f32);
-    Adapter::from_tensors(&config, tensors).unwrap()
+    let value = |output: usize| values[output / FEATURES] / FEATURES as f32;
+    adapters::adapter(&[Lora::linear("m.q", FEATURES, RANKS * FEATURES, 1).of_rows(value)])
 }
 
 /// Runs each rank on a thread of its own, and returns what they return.

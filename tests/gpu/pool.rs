@@ -8,7 +8,7 @@ use std::{
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Routing, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -19,7 +19,10 @@ use aril::{
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    common::small::choose,
+    common::{
+        adapters::{self, Lora},
+        small::choose,
+    },
     device::Gpu,
     setup::{self, Spin, TOKENS, add_deltas},
 };
@@ -484,13 +487,15 @@ impl Gate {
     }
 }
 
-/// Weights behind a gate.
-struct Gated(Vec<u8>, Arc<Gate>);
+/// Weights, behind a gate if they have one.
+struct Gated(Vec<u8>, Option<Arc<Gate>>);
 
 impl AsRef<[u8]> for Gated {
     fn as_ref(&self) -> &[u8] {
-        let is_open = self.1.is_open.lock().unwrap();
-        drop(self.1.changed.wait_while(is_open, |is_open| !*is_open).unwrap());
+        if let Some(gate) = &self.1 {
+            let is_open = gate.is_open.lock().unwrap();
+            drop(gate.changed.wait_while(is_open, |is_open| !*is_open).unwrap());
+        }
         &self.0
     }
 }
@@ -502,19 +507,14 @@ const LARGE_BYTES: usize = MANY_LAYERS * 2 * MAX_RANK * FEATURES * size_of::<f32
 
 /// A large adapter that adds `value`, and `last` in its last layer, whose B is behind the gate.
 fn gated(value: f32, last: f32, gate: &Arc<Gate>) -> Adapter {
-    let tensors = (0..MANY_LAYERS).flat_map(|layer| {
-        let is_last = layer + 1 == MANY_LAYERS;
-        let b = if is_last { last } else { value } / (MAX_RANK * FEATURES) as f32;
-        [("A", [MAX_RANK, FEATURES], 1.0), ("B", [FEATURES, MAX_RANK], b)].map(|(side, shape, value)| {
-            let bytes: Vec<u8> = bytemuck::cast_slice(&vec![value; MAX_RANK * FEATURES]).to_vec();
-            let tensor = match (is_last, side) {
-                (true, "B") => Tensor::new(DType::F32, shape, Gated(bytes, Arc::clone(gate))),
-                _ => Tensor::new(DType::F32, shape, bytes),
-            };
-            (format!("layers.{layer}.m.lora_{side}.weight"), tensor.unwrap())
-        })
-    });
-    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 64, "lora_alpha": 64}"#, tensors).unwrap()
+    let layer = |layer: usize| {
+        let value = if layer + 1 == MANY_LAYERS { last } else { value };
+        Lora::adding(format!("layers.{layer}.m"), [FEATURES; 2], MAX_RANK, value)
+    };
+    let behind_gate = format!("layers.{}.m.lora_B.weight", MANY_LAYERS - 1);
+    adapters::owned_by(&(0..MANY_LAYERS).map(layer).collect::<Vec<_>>(), |name, bytes| {
+        Gated(bytes, name.ends_with(&behind_gate).then(|| Arc::clone(gate)))
+    })
 }
 
 impl Setup {

@@ -17,6 +17,8 @@
 )]
 
 mod channel;
+#[path = "../common/mod.rs"]
+mod common;
 mod faults;
 #[path = "../common/limit.rs"]
 mod limit;

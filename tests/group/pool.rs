@@ -11,10 +11,9 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
-    adapter::{Adapter, Tensor},
+    DType,
     cpu::{AdapterPool, Tiers},
-    error::{LoadError, OperandError, SlotError},
+    error::{LoadError, SlotError},
     group::{ChannelError, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
     model::TpRank,
     plan::Capacity,
@@ -22,7 +21,10 @@ use aril::{
 };
 use proptest::prelude::*;
 
-use crate::world::{INPUTS, NEVER, OUTPUTS, World, each, refused};
+use crate::{
+    common::adapters::{self, Lora},
+    world::{INPUTS, NEVER, OUTPUTS, World, each, refused},
+};
 
 const STREAM: StreamId = StreamId::FIRST;
 const LIMIT: Duration = Duration::from_secs(30);
@@ -89,37 +91,6 @@ fn same<T: PartialEq + std::fmt::Debug>(of_ranks: Vec<T>) -> T {
         .unwrap()
 }
 
-#[test]
-fn the_least_recently_used_adapter_is_replaced() {
-    let world = World::new(3);
-    let slots = each_pool(&world, &[2; 3], |rank, mut pool| {
-        let ids = [1.0, 2.0, 3.0].map(|value| register(&world, &mut pool, rank, value));
-        let leases = prepare(&mut pool, &ids[..2]).unwrap();
-        let slots: Vec<_> = leases.iter().map(Lease::slot).collect();
-        assert_eq!([0, 1].map(|index| world.delta_of(&pool, slots[index])), [Ok(1.0), Ok(2.0)]);
-        // What is leased is not replaced.
-        assert!(matches!(acquire(&mut pool, ids[2]), Err(PoolError::Full)));
-        drop(leases);
-        pool.end_step(STREAM).unwrap();
-        // The first is used last, so that the second goes. No rank reads it again later.
-        let lease = acquire(&mut pool, ids[0]).unwrap();
-        release(&mut pool, lease);
-        let lease = acquire(&mut pool, ids[2]).unwrap();
-        assert_eq!((lease.slot(), world.delta_of(&pool, lease.slot())), (slots[1], Ok(3.0)));
-        assert_eq!(tiers(&pool, &ids), [Tier::Device, Tier::Host, Tier::Device]);
-        assert_eq!(world.delta_of(&pool, slots[0]), Err(OperandError::NotLeased { slot: slots[0] }));
-        let again = acquire(&mut pool, ids[1]).unwrap();
-        assert_eq!((again.slot(), world.delta_of(&pool, again.slot())), (slots[0], Ok(2.0)));
-        let counters = pool.snapshot().counters;
-        assert_eq!((counters.reads, counters.copies, counters.evictions), (3, 4, 2));
-        slots
-    });
-    // The first slot goes to the adapter that is read first.
-    let mut slots = same(slots);
-    slots.sort_unstable();
-    assert_eq!(slots, [Slot::new(0), Slot::new(1)]);
-}
-
 /// One rank has room for a single adapter, so that all have.
 #[test]
 fn the_smallest_rank_decides_for_all() {
@@ -163,13 +134,13 @@ fn ranks_read_from_one_source() {
 }
 
 /// Weights of an adapter that adds 1, whose reader panics.
-struct Panics;
+struct Panics(Vec<u8>);
 
 impl AsRef<[u8]> for Panics {
     fn as_ref(&self) -> &[u8] {
         let is_reader = thread::current().name().is_some_and(|name| name.starts_with("aril-"));
         assert!(!is_reader, "on purpose");
-        bytemuck::cast_slice(&[1.0_f32; 4 * OUTPUTS])
+        &self.0
     }
 }
 
@@ -177,16 +148,8 @@ impl AsRef<[u8]> for Panics {
 #[test]
 fn an_adapter_that_one_rank_cannot_read_is_loaded_by_none() {
     let world = World::new(3);
-    let panicking = || {
-        let handle: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(Panics);
-        let tensor = |shape: [usize; 2]| {
-            let bytes = shape[0] * shape[1] * size_of::<f32>();
-            Tensor::part(DType::F32, shape, Arc::clone(&handle), 0..bytes).unwrap()
-        };
-        let tensors = [("A", tensor([1, INPUTS])), ("B", tensor([3 * OUTPUTS, 1]))];
-        let tensors = tensors.map(|(side, tensor)| (format!("m.q.lora_{side}.weight"), tensor));
-        Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap()
-    };
+    let module = Lora::adding("m.q", [INPUTS, 3 * OUTPUTS], 1, 1.0);
+    let panicking = || adapters::owned_by(std::slice::from_ref(&module), |_, bytes| Panics(bytes));
     for panics in [false, true] {
         // A slot for each, as what is being copied is not replaced.
         let reasons = each_pool(&world, &[3; 3], |rank, mut pool| {

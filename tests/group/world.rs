@@ -4,7 +4,7 @@ use std::{panic, thread, time::Duration};
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, Tensor},
+    adapter::Adapter,
     cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Step, Tiers, WeightTable, Workspace},
     error::OperandError,
     group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks, Table},
@@ -14,7 +14,10 @@ use aril::{
     routing::Batch,
 };
 
-use crate::limit::Limit;
+use crate::{
+    common::adapters::{self, Lora},
+    limit::Limit,
+};
 
 /// Long enough that no test reaches it.
 pub(crate) const NEVER: Duration = Duration::from_secs(3_600);
@@ -44,14 +47,8 @@ impl World {
 
     /// The same with another number of outputs.
     pub(crate) fn adapter_of(&self, outputs: usize, values: impl Fn(usize) -> f32) -> Adapter {
-        let tensor = |shape: [usize; 2], values: &[f32]| {
-            Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec()).unwrap()
-        };
-        let b: Vec<f32> = (0..outputs).map(|output| values(output / OUTPUTS)).collect();
-        let tensors = [("A", [1, INPUTS], &[1.0; INPUTS][..]), ("B", [outputs, 1], &b)];
-        let tensors = tensors.map(|(side, shape, values)| (format!("m.q.lora_{side}.weight"), tensor(shape, values)));
-        Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "lora_alpha": {}}}"#, 1.0 / INPUTS as f32), tensors)
-            .unwrap()
+        let value = |output| values(output / OUTPUTS) / INPUTS as f32;
+        adapters::adapter(&[Lora::linear("m.q", INPUTS, outputs, 1).of_rows(value)])
     }
 
     /// The part of a rank.

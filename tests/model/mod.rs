@@ -12,7 +12,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, SlotImage, Tensor},
+    adapter::{Adapter, SlotImage},
     error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -20,6 +20,8 @@ use aril::{
     slots::Resident,
 };
 use proptest::prelude::*;
+
+use crate::common::adapters::{self, Lora};
 
 pub const FEATURES: usize = 256;
 /// Slots of each table.
@@ -68,13 +70,8 @@ impl AsRef<[u8]> for Weights {
 
 /// An adapter that adds `value` where x is ones.
 fn adapter(rank: usize, value: f32, panics: bool) -> Adapter {
-    let tensor = |shape: [usize; 2], value: f32| {
-        let bytes = bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec();
-        Tensor::new(DType::F32, shape, Weights(bytes, panics)).unwrap()
-    };
-    let (a, b) = (tensor([rank, FEATURES], 1.0), tensor([FEATURES, rank], value / (rank * FEATURES) as f32));
-    let tensors = [("m.q.lora_A.weight".to_owned(), a), ("m.q.lora_B.weight".to_owned(), b)];
-    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}"#), tensors).unwrap()
+    let module = Lora::adding("m.q", [FEATURES; 2], rank, value);
+    adapters::owned_by(&[module], |_, bytes| Weights(bytes, panics))
 }
 
 /// The tables.
