@@ -2,8 +2,8 @@
 //
 // The C ABI of aril's kernels: one function per operation, one plain struct of arguments per
 // function. The tree: <operation>.cu at the top launches what src/plan has chosen, and refuses a
-// plan that does not fit the kernels; linear/, moe/ and routing/ have the kernels; device/ what they
-// share; ptx/ wrappers of instructions; host/ launching. No launch asks for the device.
+// plan that does not fit the kernels; linear/, moe/ and routing/ have the kernels; device/ what
+// they share; ptx/ wrappers of instructions; host/ launching. No launch asks for the device.
 //
 // Words of csrc
 //
@@ -21,19 +21,24 @@
 //     route tile      up to ARIL_ROUTES_PER_TILE routes of one slot to one expert
 //     wide tile       up to ARIL_WIDE_TILE tokens, or routes, likewise
 //     rank tile       ARIL_RANK_TILE ranks
-//     output tile     ARIL_OUT_TILE outputs; a unit is half of one, ARIL_OUT_UNIT
+//     output tile     ARIL_OUT_TILE outputs
 //     K tile          ARIL_K_TILE input features
 //   slab, span        ARIL_K_TILES_PER_SLAB K tiles; ARIL_K_SLABS_PER_SPAN slabs
 //   chunk             Two output tiles: what a stage of large_m's expand has of y and B.
-//   panel             32 rows and 32 ranks of B: what a warp of the fused linear loads at once.
-//   turn              One of the tiles that a block takes one after the other; in the fused linear,
-//                     its place in the order in which blocks start.
-//   part              A share of the input features over which a unit of v sums in the fused linear;
-//                     in the experts' kernels, what one thread or warp has of a tile or a sort.
+//   unit              ARIL_OUT_UNIT outputs, half an output tile: what a warp expands at once.
+//   strip             ARIL_FORWARD_STRIP_ROWS rows of W in the fused linear, half a unit.
+//   panel             32 ranks of a unit of B: what a warp of the fused linear loads at once.
+//   block             A thread block.
+//   share             What a block, a warp or a tensor-parallel rank has of work or of a matrix.
+//   turn              One of several tiles that a block takes one after the other.
+//   round             The routes that the threads of a block, or of a warp, take at once.
+//   ticket            How many blocks of the launch started before this one (device/mailbox.cuh).
 //   small_m, large_m  Kernels on token or route tiles, for few rows; on wide tiles, for many.
 //   high_rank         Kernels for ranks above ARIL_STAGED_RANK, whose B is read in place.
-//   split             A share of the K tiles (split-K).
-//   partial           The sums of a split or slab, from which expand adds up v.
+//   split             One of the ranges of input features that are summed apart (split-K): of v, or
+//                     of x W^T in the fused linear.
+//   part              The same of v in the fused linear: a quarter of the K tiles.
+//   partial           The sums of a split, slab or part, from which expand adds up v.
 //   mailbox           Tagged words through which blocks of a launch pass values (device/mailbox.cuh).
 //   epoch             The number of a launch on a mailbox; it tags the words.
 //   term              One of two bf16 numbers whose sum stands for a float (device/product.cuh).
@@ -88,33 +93,32 @@ extern "C" {
 #define ARIL_RANK_TILE 8
 #define ARIL_OUT_TILE 64
 #define ARIL_OUT_UNIT 32
-#define ARIL_OUTS_SMALL_M 256        // outputs of a block of expand are a multiple of this
-#define ARIL_OUTS_LARGE_M 128        // the same, with wide tiles
-#define ARIL_WARPS 8                 // of a block on token or route tiles
-#define ARIL_MAX_RANK_TILES 8        // of a warpgroup that shrinks wide tiles
-#define ARIL_MAX_WARPGROUPS 3        // of a block that does
-#define ARIL_STATIC_BYTES 12288      // of shared memory, kept for a kernel's static variables
-#define ARIL_MAILBOX_HEADER 128      // bytes, before the words
-#define ARIL_WORD_BYTES 8            // a 32-bit value and its epoch
-#define ARIL_GROUP_WORDS 4           // of aril_group for each of num_experts + 2 groups
-#define ARIL_FACTOR_ALIGNMENT 128    // bytes, of each factor
-#define ARIL_FORWARD_TOKENS 64       // of aril_linear_forward
-#define ARIL_FORWARD_UNIT_ROWS 16    // of a unit of W
-#define ARIL_FORWARD_BLOCK_ROWS 32   // the rows of a slice are padded to
-#define ARIL_FORWARD_UNITS 6         // that a thread block multiplies at a time
-#define ARIL_FORWARD_SPLIT_UNITS 12  // that a cluster of two thread blocks has at most
-#define ARIL_FORWARD_PARTS 4         // of the input features, whose sums of A x are handed over
-#define ARIL_FORWARD_ALIGNMENT 16    // bytes, of the rows of W and x
-#define ARIL_FORWARD_RINGS 4         // for up to 8, 16, 32 and 64 tokens
-#define ARIL_FORWARD_BOX_FEATURES 64  // input features of a box
-#define ARIL_FORWARD_STAGES 24        // of a ring, at most
-#define ARIL_FORWARD_DELTA_WARPS 8    // of a thread block, which compute deltas
+#define ARIL_OUTS_SMALL_M 256          // outputs of a block of expand are a multiple of this
+#define ARIL_OUTS_LARGE_M 128          // the same, with wide tiles
+#define ARIL_WARPS 8                   // of a block on token or route tiles
+#define ARIL_MAX_RANK_TILES 8          // of a warpgroup that shrinks wide tiles
+#define ARIL_MAX_WARPGROUPS 3          // of a block that does
+#define ARIL_STATIC_BYTES 12288        // of shared memory, kept for a kernel's static variables
+#define ARIL_MAILBOX_HEADER 128        // bytes, before the words
+#define ARIL_WORD_BYTES 8              // a 32-bit value and its epoch
+#define ARIL_GROUP_WORDS 4             // of aril_group for each of num_experts + 2 groups
+#define ARIL_FACTOR_ALIGNMENT 128      // bytes, of each factor
+#define ARIL_FORWARD_TOKENS 64         // of aril_linear_forward
+#define ARIL_FORWARD_STRIP_ROWS 16     // of a strip of W
+#define ARIL_FORWARD_STRIPS 6          // that a thread block multiplies at a time
+#define ARIL_FORWARD_SPLIT_STRIPS 12   // that a cluster of two thread blocks has at most
+#define ARIL_FORWARD_PARTS 4           // of the input features, whose sums of A x are handed over
+#define ARIL_FORWARD_ALIGNMENT 16      // bytes, of the rows of W and x
+#define ARIL_FORWARD_RINGS 4           // for up to 8, 16, 32 and 64 tokens
+#define ARIL_FORWARD_BOX_FEATURES 64   // input features of a box
+#define ARIL_FORWARD_STAGES 24         // of a ring, at most
+#define ARIL_FORWARD_DELTA_WARPS 8     // of a thread block, which compute deltas
 #define ARIL_FORWARD_BATCH_BYTES 2208  // what they know of the batch (DeltaShared)
 // Shared memory of a thread block beside its ring: static variables, and what alignment takes.
 #define ARIL_FORWARD_STATIC_BYTES 1024
 #define ARIL_FORWARD_ALIGNMENT_BYTES 1024
-#define ARIL_SEGMENT_TOKENS 8        // of a segment
-#define ARIL_PACK_FACTORS 80         // of a launch of aril_pack
+#define ARIL_SEGMENT_TOKENS 8  // of a segment
+#define ARIL_PACK_FACTORS 80   // of a launch of aril_pack
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
@@ -179,7 +183,7 @@ typedef struct aril_routing {
   aril_tiles tiles;     // token tiles
   aril_tiles wide_tiles;
   aril_segments* segments;  // [1], aligned to 16 bytes
-  aril_row* rows;           // [token tiles][ARIL_TOKENS_PER_TILE], as many of a tile as it has tokens
+  aril_row* rows;  // [token tiles][ARIL_TOKENS_PER_TILE], as many of a tile as it has tokens
 } aril_routing;
 
 typedef struct aril_route_args {
@@ -248,7 +252,7 @@ typedef struct aril_linear_launch {
   aril_linear_args args;
   int32_t expand_blocks;  // of small_m; and of expand in large_m, for all tiles
   int32_t smem_bytes;     // of such a block
-  // Of small_m. 0: all tiles have blocks. 1: some have, which take further tiles in turn.
+  // Of small_m. 0: all tiles have blocks. 1: some have, which take turns.
   int32_t takes_turns;
   int32_t shrink_tiles;  // that the grid has blocks of shrink for
   // Of shrink in large_m: rank tiles of a warpgroup, 2, 4 or ARIL_MAX_RANK_TILES; and warpgroups of
@@ -261,15 +265,15 @@ typedef struct aril_linear_launch {
 // The halves of the delta of a fully sharded layer. Between them, the engine exchanges v with the
 // other tensor-parallel ranks.
 //
-// Shrink: v[t, slice] = A x[t] for this rank's part of A, and zero beyond the adapter's rank and
-// for tokens of the base. Expand: y[slice][t] += scales[t] * scaling * B v in this rank's part of
+// Shrink: v[t, slice] = A x[t] for this rank's share of A, and zero beyond the adapter's rank and
+// for tokens of the base. Expand: y[slice][t] += scales[t] * scaling * B v in this rank's share of
 // the outputs. A row's bits depend on its x, v and y and its slot's factors alone.
 typedef struct aril_sharded_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
   int32_t max_tiles;   // of token tiles, the most that the routing can have
   // The ranks that share A's rows: of an adapter of rank r, each has ceil(r / tp_size) of them. 1
-  // if every rank has all rows, for a part of the input features.
+  // if every rank has all rows, for its share of the input features.
   int32_t tp_size;
   int32_t tp_rank;
   int32_t width;  // ranks of a slice in a row of v: ceil(max_rank / tp_size)
@@ -292,16 +296,16 @@ typedef struct aril_forward_ring {
   int32_t stage_boxes;  // of a stage, along the input features: 1 or 2
   int32_t stages;       // 0: the device has too little shared memory
   int32_t stage_bytes;
-  int32_t inbox;        // sums of the other block of a cluster
-  int32_t deltas;       // [rows of the block][delta_pitch] f32
-  int32_t handover;     // with 17 to 32 tokens, sums of the other team of multipliers, in the memory
-                        // of v and what follows
-  int32_t v;            // two terms of [tokens], v_pitch bytes apart, in the memory of sums
-  int32_t sums;         // of units of v
-  int32_t a;            // buffers of A and B
-  int32_t batch;        // ARIL_FORWARD_BATCH_BYTES
-  int32_t modules;      // [tokens][num_slices], and a count of each
-  int32_t total;        // bytes
+  int32_t inbox;     // sums of the other block of a cluster
+  int32_t deltas;    // [rows of the block][delta_pitch] f32
+  int32_t handover;  // with 17 to 32 tokens, sums of the other team of multipliers, in the memory
+                     // of v and what follows
+  int32_t v;         // two terms of [tokens], v_pitch bytes apart, in the memory of sums
+  int32_t sums;      // of partials of v
+  int32_t a;         // buffers of A and B
+  int32_t batch;     // ARIL_FORWARD_BATCH_BYTES
+  int32_t modules;   // [tokens][num_slices], and a count of each
+  int32_t total;     // bytes
   int32_t delta_pitch;  // elements
   int32_t v_pitch;      // bytes
   int32_t v_ranks;      // of v, that there is room for at once
@@ -312,7 +316,7 @@ typedef struct aril_forward_ring {
 typedef struct aril_forward_map {
   uint64_t tensor_maps[ARIL_MAX_SLICES][16];
   int32_t splits;
-  int32_t units;
+  int32_t strips;
   int32_t trigger_boxes;
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
 } aril_forward_map;
@@ -322,13 +326,15 @@ typedef struct aril_forward_map {
 typedef struct aril_base_weights {
   int32_t dtype;  // ARIL_BF16 or ARIL_F16
   int32_t in_features;
-  int32_t splits;  // thread blocks that share a row's input features, 1 or a cluster of 2. Part of
-                   // the order of sums, so it must be a function of the layer's shape alone.
-  int32_t units;   // of ARIL_FORWARD_UNIT_ROWS rows of a slice, that a cluster has; of two blocks
-                   // up to ARIL_FORWARD_SPLIT_UNITS. Any choice gives the same bits.
+  // Thread blocks that share a row's input features, 1 or a cluster of 2. The order of sums depends
+  // on it, so it must be a function of the layer's shape alone.
+  int32_t splits;
+  int32_t strips;  // of ARIL_FORWARD_STRIP_ROWS rows of a slice, that a cluster has; of two blocks
+                   // up to ARIL_FORWARD_SPLIT_STRIPS. Any choice gives the same bits.
   int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
                           // begin. Any number gives the same bits.
-  // For up to 8, 16, 32 and 64 tokens, and tables of up to some rank. Any choice gives the same bits.
+  // For up to 8, 16, 32 and 64 tokens, and tables of up to some rank. Any choice gives the same
+  // bits.
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
@@ -496,8 +502,9 @@ typedef struct aril_experts_args {
   // 1: this operation groups the routes for all (up to ARIL_ONE_BLOCK_ROUTES, more than
   // ARIL_EACH_BLOCK_ROUTES).
   int32_t groups_routes;
-  // From ARIL_ACTIVATE on. 1: when this launch starts, all work before the kernel in front of it has
-  // completed, and that kernel writes neither x nor the routes. Then only y waits for that kernel.
+  // From ARIL_ACTIVATE on. 1: when this launch starts, all work before the kernel in front of it
+  // has completed, and that kernel writes neither x nor the routes. Then only y waits for that
+  // kernel.
   int32_t inputs_complete;
   int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
@@ -532,7 +539,8 @@ typedef struct aril_experts_args {
 } aril_experts_args;
 
 // Its launches, as the plan divides them (src/plan/experts.rs). No choice changes the bits. With
-// wide_shrink_blocks, in bf16 and f16: as in aril_linear_launch, of a block of shrink and of expand.
+// wide_shrink_blocks, in bf16 and f16: as in aril_linear_launch, of a block of shrink and of
+// expand.
 typedef struct aril_experts_launch {
   aril_experts_args args;
   int32_t rank_tiles;

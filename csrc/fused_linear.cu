@@ -64,8 +64,8 @@ int32_t smem_bytes_of(const aril_forward_ring& ring) {
   return ring.total + ARIL_FORWARD_ALIGNMENT_BYTES;
 }
 
-int passes_of(int units) { return ceil_div(units, detail::kMaxUnits); }
-int pass_units_of(int units) { return ceil_div(units, passes_of(units)); }
+int passes_of(int strips) { return ceil_div(strips, detail::kMaxStrips); }
+int pass_strips_of(int strips) { return ceil_div(strips, passes_of(strips)); }
 
 int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   detail::FusedGrid& grid = params.grid;
@@ -74,14 +74,14 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   for (int slice = 0; slice < args.num_slices; ++slice) {
     if (args.out_features[slice] < 1) return ARIL_ERR_ARGUMENT;
     grid.first_cluster[slice] = clusters;
-    clusters += ceil_div(detail::Share::slice_units(args.out_features[slice]), args.map->units);
+    clusters += ceil_div(detail::Share::slice_strips(args.out_features[slice]), args.map->strips);
   }
   for (int slice = args.num_slices; slice <= ARIL_MAX_SLICES; ++slice) {
     grid.first_cluster[slice] = clusters;
   }
-  grid.units = args.map->units;
-  grid.pass_units = pass_units_of(grid.units);
-  grid.passes = passes_of(grid.units);
+  grid.strips = args.map->strips;
+  grid.pass_strips = pass_strips_of(grid.strips);
+  grid.passes = passes_of(grid.strips);
   constexpr int kStep = detail::kStepBoxes;
   grid.boxes = ceil_div(args.in_features, detail::kBoxFeatures);
   grid.split_boxes = ceil_div(ceil_div(grid.boxes, kStep), args.map->splits) * kStep;
@@ -95,7 +95,7 @@ int32_t check(const aril_forward_args& args) {
   const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
                     args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
                     args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
-                    args.map->units >= 1 && args.map->trigger_boxes >= 1;
+                    args.map->strips >= 1 && args.map->trigger_boxes >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   if (args.weights.table != nullptr) {
     const bool has_mailbox = args.mailbox != nullptr &&
@@ -126,7 +126,7 @@ int32_t fill_params(const aril_forward_args& args, detail::FusedParams& params) 
 
 template <typename T, int kTokenTiles>
 int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* stream) {
-  const int num_warps = detail::fused_warps(params.grid.pass_units, kTokenTiles);
+  const int num_warps = detail::fused_warps(params.grid.pass_strips, kTokenTiles);
   const int idle_warps = params.args.weights.table == nullptr ? detail::kDeltaWarps : 0;
   const Kernel<detail::FusedParams> kernel = {detail::fused_linear_kernel<T, kTokenTiles>,
                                               smem_bytes};
@@ -151,8 +151,8 @@ int32_t forward(const aril_forward_args& args, void* stream) {
 
 // Whether a ring is one of this kernel's: its stages are those of the grid, and what follows them
 // is in order.
-bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_units) {
-  const int box_bytes = pass_units * detail::kUnitBoxBytes + token_tiles * detail::kTokenBoxBytes;
+bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_strips) {
+  const int box_bytes = pass_strips * detail::kStripBoxBytes + token_tiles * detail::kTokenBoxBytes;
   return ring.stage_boxes >= 1 && ring.stage_boxes <= detail::kStepBoxes && ring.stages >= 1 &&
          ring.stages <= detail::kMaxStages && ring.stage_bytes == ring.stage_boxes * box_bytes &&
          ring.inbox == ring.stages * ring.stage_bytes && ring.inbox <= ring.deltas &&
@@ -168,7 +168,7 @@ int32_t check_rings(const aril_base_weights& weights) {
   int token_tiles = 1;
   for (const aril_forward_ring& ring : weights.rings) {
     if (ring.stages != 0) {
-      if (!is_ring(ring, token_tiles, pass_units_of(weights.units))) return ARIL_ERR_ARGUMENT;
+      if (!is_ring(ring, token_tiles, pass_strips_of(weights.strips))) return ARIL_ERR_ARGUMENT;
       if (smem_bytes_of(ring) > budget) return ARIL_ERR_SHARED_MEMORY;
     }
     token_tiles *= 2;
@@ -213,22 +213,22 @@ int32_t load_fused_linear() {
 extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
   ARIL_TRY(aril::check_device());
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
-                    (weights->splits == 1 || weights->splits == 2) && weights->units >= 1 &&
-                    (weights->splits == 1 || weights->units <= aril::detail::kMaxSplitUnits) &&
+                    (weights->splits == 1 || weights->splits == 2) && weights->strips >= 1 &&
+                    (weights->splits == 1 || weights->strips <= aril::detail::kMaxSplitStrips) &&
                     weights->trigger_boxes >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   ARIL_TRY(aril::check_rings(*weights));
   *map = {};
   memcpy(map->rings, weights->rings, sizeof(map->rings));
   map->splits = weights->splits;
-  map->units = weights->units;
+  map->strips = weights->strips;
   map->trigger_boxes = weights->trigger_boxes;
   for (int slice = 0; slice < weights->num_slices; ++slice) {
     CUtensorMap encoded;
     ARIL_TRY(aril::encode_map(encoded, weights->dtype, weights->slices[slice],
                               weights->out_features[slice], weights->in_features,
                               weights->strides[slice],
-                              aril::pass_units_of(weights->units) * aril::detail::kUnitRows,
+                              aril::pass_strips_of(weights->strips) * aril::detail::kStripRows,
                               CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
     memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
   }

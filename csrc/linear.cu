@@ -71,7 +71,7 @@ int out_blocks(const aril_linear_args& args, int outs_per_block) {
 }
 
 template <typename T>
-int32_t small_m(const aril_linear_launch& launch, int parts, void* stream) {
+int32_t small_m(const aril_linear_launch& launch, int halves, void* stream) {
   const aril_linear_args& args = launch.args;
   const bool staged = detail::is_staged(args.weights);
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
@@ -86,13 +86,13 @@ int32_t small_m(const aril_linear_launch& launch, int parts, void* stream) {
   grid.rank_blocks = detail::Divisor(rank_blocks);
   grid.slabs = detail::Divisor(slabs);
   grid.num_slices = detail::Divisor(args.num_slices);
-  grid.apart = parts == kExpand;
+  grid.apart = halves == kExpand;
   grid.shrink_tiles = launch.shrink_tiles;
   grid.few_tiles = args.few_tiles;
   grid.many = shares(args.outs_per_block);
   grid.few = launch.takes_turns ? shares(args.outs_per_block_of_few) : grid.many;
-  grid.shrink = parts & kShrink ? grid.shrink_tiles * rank_blocks * slabs : 0;
-  const int expand = parts & kExpand ? launch.expand_blocks : 0;
+  grid.shrink = halves & kShrink ? grid.shrink_tiles * rank_blocks * slabs : 0;
+  const int expand = halves & kExpand ? launch.expand_blocks : 0;
   const int rows = min(args.num_tokens, ARIL_TOKENS_PER_TILE);
   ARIL_CHECK(launch.takes_turns
                  ? grid.shrink_tiles >= 1 && grid.few.tiles >= grid.few_tiles &&
@@ -155,28 +155,28 @@ int32_t large_m_expand(const aril_linear_launch& launch, void* stream) {
                       launch.smem_bytes);
 }
 
-int32_t f32(const aril_linear_args& args, int parts, void* stream) {
+int32_t f32(const aril_linear_args& args, int halves, void* stream) {
   const Kernels<float> kernels;
-  if (parts & kShrink) {
+  if (halves & kShrink) {
     ARIL_TRY(launch(kernels.shrink,
                     dim3(args.max_tiles * args.num_slices, detail::num_splits(args)),
                     detail::kF32Threads, 0, stream, args, args.num_slices));
   }
-  if (!(parts & kExpand)) return 0;
+  if (!(halves & kExpand)) return 0;
   const int blocks = out_blocks(args, detail::kF32Threads);
   return launch(kernels.expand, dim3(args.max_tiles * blocks), detail::kF32Threads, 0, stream, args,
                 blocks);
 }
 
-int32_t linear(const aril_linear_launch& launch, int parts, void* stream) {
+int32_t linear(const aril_linear_launch& launch, int halves, void* stream) {
   return dispatch(launch.args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {
-      return f32(launch.args, parts, stream);
+      return f32(launch.args, halves, stream);
     } else {
-      if (!detail::is_large_m(launch.args)) return small_m<T>(launch, parts, stream);
-      if (parts & kShrink) ARIL_TRY(large_m_shrink<T>(launch, stream));
-      return parts & kExpand ? large_m_expand<T>(launch, stream) : 0;
+      if (!detail::is_large_m(launch.args)) return small_m<T>(launch, halves, stream);
+      if (halves & kShrink) ARIL_TRY(large_m_shrink<T>(launch, stream));
+      return halves & kExpand ? large_m_expand<T>(launch, stream) : 0;
     }
   });
 }

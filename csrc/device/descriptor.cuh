@@ -45,7 +45,8 @@ __device__ __forceinline__ aril_descriptor module_of_lane(const aril_weights& we
 }
 
 // The modules of few slots at a layer, loaded beside the routing. A block that waits for its slot
-// first asks memory twice in turn: in an engine, the base weights have pushed both out of L2.
+// first asks memory twice, one after the other: in an engine, the base weights have pushed both out
+// of L2.
 class EarlyModules {
  public:
   // A whole warp calls it. Lane i loads the i-th, the (i + 32)-th, ... module; no branch makes the

@@ -33,8 +33,8 @@ __device__ __forceinline__ CoreRow row_of_a(int i, int rank_tiles) {
 }
 
 // The same of B, in an order in which a warp reads and writes few lines: that of the target would
-// read 16 bytes of 32 rows. Here, up to four rank tiles, which are side by side in the source, take
-// turns with cores.
+// read 16 bytes of 32 rows. Here, up to four rank tiles, which are side by side in the source,
+// alternate with cores.
 __device__ __forceinline__ CoreRow row_of_b(int i, int rank_tiles) {
   constexpr int kCores = ARIL_OUT_TILE / ARIL_CORE;
   const int group = rank_tiles % 4 == 0 ? 4 : rank_tiles % 2 == 0 ? 2 : 1;

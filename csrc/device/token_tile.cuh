@@ -74,7 +74,8 @@ struct TokenTile {
 
 // The row of a token tile that is its thread's, threadIdx.x % ARIL_TOKENS_PER_TILE. It is loaded
 // beside the tile: behind a base layer, whose weights have pushed the routing out of L2, a block
-// that waits for its tile first, and for a token before its scale, asks memory three times in turn.
+// that waits for its tile first, and for a token before its scale, asks memory three times, one
+// after the other.
 class TileRow {
  public:
   // Rows beyond the tile's tokens are read and discarded.

@@ -16,10 +16,10 @@ __device__ __forceinline__ void high_rank_expand(const TokenTile& tile,
                                                  unsigned char* shared, const V& v) {
   for (int first = 0; first < tile.count; first += ARIL_TOKENS_PER_TILE) {
     if (first > 0) __syncthreads();
-    TokenTile part = tile;
-    part.tokens += first;
-    part.count = min(tile.count - first, ARIL_TOKENS_PER_TILE);
-    small_m_expand<T, false>(part.count, part.expand_rows(module, p), module, outs, shared,
+    TokenTile rows = tile;
+    rows.tokens += first;
+    rows.count = min(tile.count - first, ARIL_TOKENS_PER_TILE);
+    small_m_expand<T, false>(rows.count, rows.expand_rows(module, p), module, outs, shared,
                              [&] { return v; });
   }
 }

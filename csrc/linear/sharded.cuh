@@ -2,11 +2,11 @@
 //
 // Shrink and expand of a fully sharded layer (S-LoRA): the engine exchanges v between them, in f32.
 //
-// Shrink has a block for each token tile, slice and rank tile of this rank's part of A. Its warps
-// take the K tiles in turn, and their sums are added in the order of the warps, so that the bits of
-// a row depend on its x and its slot's factors alone. Elements of v without a delta are zero,
-// because the engine exchanges them, too. Expand is that of small_m, with v from the exchange. Both
-// use token tiles of 16 for any number of tokens.
+// Shrink has a block for each token tile, slice and rank tile of this rank's share of A. Each of
+// its warps takes every kShardedWarps-th K tile, and their sums are added in the order of the
+// warps, so that the bits of a row depend on its x and its slot's factors alone. Elements of v
+// without a delta are zero, because the engine exchanges them, too. Expand is that of small_m, with
+// v from the exchange. Both use token tiles of 16 for any number of tokens.
 //
 // Bound: of shrink, a round trip for x and A for each K tile of a warp; of expand, B and y.
 #pragma once
@@ -29,8 +29,7 @@ struct SharedRanks {
   int width, count;
 
   __device__ __forceinline__ SharedRanks(const aril_sharded_args& p, int rank)
-      : width(ceil_div(rank, p.tp_size)),
-        count(max(0, min(width, rank - p.tp_rank * width))) {}
+      : width(ceil_div(rank, p.tp_size)), count(max(0, min(width, rank - p.tp_rank * width))) {}
 };
 
 // A block of shrink: ranks [first, first + ARIL_RANK_TILE) of v of a token tile and a slice.

@@ -36,9 +36,9 @@ struct ExpandShares {
 // A grid of small_m_kernel: `shrink` blocks, then those of expand.
 //
 // A routing has as many tiles as the table has slots, at most, and mostly few. Where blocks for
-// all of them would be many, nearly all idle, a grid has blocks for some, which take further tiles
-// in turn. Expand then has small blocks for a routing of up to `few_tiles`, so that they fill the
-// device, and larger ones for others, so that turns are few.
+// all of them would be many, nearly all idle, a grid has blocks for some, which take turns: they
+// go on to further tiles. Expand then has small blocks for a routing of up to `few_tiles`, so that
+// they fill the device, and larger ones for others, so that turns are few.
 struct SmallMGrid {
   Divisor rank_blocks;  // blocks of shrink for a token tile and slab
   Divisor slabs;

@@ -84,13 +84,13 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
   for (int i = share.first; i < last; i += share.stride) {
     const int4 tile = tiles.tile(i);
     if (tile.y > p.top_k.num_experts) continue;
-    // What the lane has of a slice.
-    struct Part {
+    // What a lane has of a slice.
+    struct Slice {
       const char* b;
       int rank_tiles;
       int v_row;
       float factor;
-    } parts[2];
+    } slices[2];
     int lane_row = -1;
 #pragma unroll
     for (int slice = 0; slice < 2; ++slice) {
@@ -98,14 +98,14 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
       loads.tile = tile;
       loads.load_all<TileLoads::kOfToken>(p, tiles, min(slice, p.num_slices - 1), g);
       lane_row = loads.route.row;
-      Part& part = parts[slice];
-      part.b = static_cast<const char*>(loads.own.b);
-      part.rank_tiles = slice < p.num_slices ? ceil_div(loads.rank(p), ARIL_RANK_TILE) : 0;
-      part.v_row = loads.v_row(p);
-      part.factor = loads.factor(p);
+      Slice& own = slices[slice];
+      own.b = static_cast<const char*>(loads.own.b);
+      own.rank_tiles = slice < p.num_slices ? ceil_div(loads.rank(p), ARIL_RANK_TILE) : 0;
+      own.v_row = loads.v_row(p);
+      own.factor = loads.factor(p);
     }
-    const int first_steps = ceil_div(parts[0].rank_tiles, 2);
-    const int steps = first_steps + ceil_div(parts[1].rank_tiles, 2);
+    const int first_steps = ceil_div(slices[0].rank_tiles, 2);
+    const int steps = first_steps + ceil_div(slices[1].rank_tiles, 2);
 
     for (int first = share.begin; first < share.end; first += ARIL_OUT_UNIT) {
       const int feature = first + lane;
@@ -116,9 +116,9 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
       const auto fetch = [&](UnitCores& cores) {
         if (fetched >= steps) return;
         const bool is_second = fetched >= first_steps;
-        const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
+        const int tiles = is_second ? slices[1].rank_tiles : slices[0].rank_tiles;
         const int step = is_second ? fetched - first_steps : fetched;
-        const char* b = is_second ? parts[1].b : parts[0].b;
+        const char* b = is_second ? slices[1].b : slices[0].b;
         const char* from = unit_at(b, first, tiles, step) + lane * 4;
         cores.load(from, 2 * step + 1 < tiles);
         ++fetched;
@@ -151,14 +151,14 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
           if (done + k >= steps) break;
           const bool is_second = done + k >= first_steps;
           const int step = is_second ? done + k - first_steps : done + k;
-          const int tiles = is_second ? parts[1].rank_tiles : parts[0].rank_tiles;
+          const int tiles = is_second ? slices[1].rank_tiles : slices[0].rank_tiles;
           uint4 terms[1];
           const bool has_room = done + k < ActivateStage::kSteps;
           if (first > share.begin && has_room) {
             terms[0] = stage.terms[done + k][lane];
           } else {
-            const int v_row = is_second ? parts[1].v_row : parts[0].v_row;
-            const float factor = is_second ? parts[1].factor : parts[0].factor;
+            const int v_row = is_second ? slices[1].v_row : slices[0].v_row;
+            const float factor = is_second ? slices[1].factor : slices[0].factor;
             terms[0] = stacked_terms(
                 poll_v(partial + is_second * layout.slice_stride + step * kRanksPerStep, layout,
                        grid.slabs, v_row, 2 * step + 1 < tiles, epoch) *

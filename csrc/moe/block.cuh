@@ -74,11 +74,11 @@ class ExpandShare {
  public:
   __device__ __forceinline__ ExpandShare(const aril_experts_args& p, const ExpertsGrid& grid,
                                          int last) {
-    constexpr int kMaxUnits = 8;
+    constexpr int kMaxTimes = 8;
     const int first_block = grid.first_shrink + grid.shrink_blocks;
     const int warps = (gridDim.x - first_block) * kExpertsWarps;
     const int at_once = warps / ceil_div(p.out_features, p.outs_per_block);
-    const int outs = p.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxUnits);
+    const int outs = p.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxTimes);
     const int items = ceil_div(p.out_features, outs);  // of a tile
     const int index = (blockIdx.x - first_block) * kExpertsWarps + threadIdx.x / 32;
     stride = warps / items;

@@ -32,9 +32,9 @@ struct CombineStage {
     int row;
     float weight;
     float factor;  // on v
-    // The route's part of the product. With a shared B the first route has all of it.
+    // The route's ranks in the product. With a shared B the first route has all of them.
     int rank_tiles;
-    int last_step;  // including the parts before
+    int last_step;  // including the routes before
     const char* b;
   } routes[kRoutes];
   uint4 terms[kSteps][4];
@@ -52,10 +52,10 @@ __device__ __forceinline__ float sum_of_rows(float value) {
 
 // Loads up to kRoutes routes of a token, from its `first_k`-th on, to shared memory: one per lane.
 // Sets whether the slot's experts share B; the bits of the routes that are present, that have
-// deltas, and that have a part of the product; and the steps of all parts.
+// deltas, and that have ranks in the product; and the steps of all.
 __device__ __forceinline__ void load_routes(const aril_experts_args& p, CombineStage& stage,
                                             int token, int first_k, int lane, bool& shares_b,
-                                            unsigned& here, unsigned& adapted, unsigned& with_parts,
+                                            unsigned& here, unsigned& adapted, unsigned& with_ranks,
                                             int& all_steps) {
   constexpr unsigned kAll = 0xffffffffu;
   int slot = p.routing.slots[token];
@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_routes(const aril_experts_args& p, CombineS
   const bool has_common = lane == 0 && adapted != 0;
   const int rank_tiles =
       ceil_div(shares_b ? (has_common ? common.rank : 0) : own.rank, ARIL_RANK_TILE);
-  with_parts = __ballot_sync(kAll, rank_tiles > 0);
+  with_ranks = __ballot_sync(kAll, rank_tiles > 0);
   int last_step = ceil_div(rank_tiles, 2);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -139,11 +139,11 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
   const int rounds = ceil_div(p.top_k.top_k, kRoutes);
   for (int token = share.first; token < num_tokens; token += share.stride) {
     bool shares_b = false;
-    // Bits of the routes in shared memory: those present, those with deltas, those with a part.
-    unsigned here = 0, adapted = 0, with_parts = 0;
+    // Bits of the routes in shared memory: those present, those with deltas, those with ranks.
+    unsigned here = 0, adapted = 0, with_ranks = 0;
     int all_steps = 0;
     const auto load = [&](int first_k) {
-      load_routes(p, stage, token, first_k, lane, shares_b, here, adapted, with_parts, all_steps);
+      load_routes(p, stage, token, first_k, lane, shares_b, here, adapted, with_ranks, all_steps);
     };
 
     for (int first = share.begin; first < share.end; first += ARIL_OUT_UNIT) {
@@ -173,19 +173,19 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         }
         const int first_route = token * p.top_k.top_k + first_k;
 
-        // B, step by step, part by part.
+        // B, step by step, route by route.
         UnitCores cores[kAhead];
-        unsigned parts = with_parts;  // those not completely fetched
-        int fetched = 0;              // steps of the first of them
+        unsigned routes = with_ranks;  // those not completely fetched
+        int fetched = 0;               // steps of the first of them
         const auto fetch = [&](UnitCores& cores) {
-          if (parts == 0) return;
-          const CombineStage::Route& route = stage.routes[__ffs(parts) - 1];
+          if (routes == 0) return;
+          const CombineStage::Route& route = stage.routes[__ffs(routes) - 1];
           const int tiles = route.rank_tiles;
           const char* from = unit_at(route.b, first, tiles, fetched) + lane * 4;
           cores.load(from, 2 * fetched + 1 < tiles);
           if (2 * ++fetched < tiles) return;
           fetched = 0;
-          parts &= parts - 1;
+          routes &= routes - 1;
         };
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
@@ -201,18 +201,18 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
         // Gathers the terms of kSteps steps: of each route alone, or of the sum of all routes.
         const auto gather_apart = [&](int first_step) {
           const int last_step = stage.routes[lane].last_step;
-          int part = 0;
+          int index = 0;
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) {
             const int before = __popc(__ballot_sync(kAll, last_step <= first_step + i));
-            if (g == i) part = before;
+            if (g == i) index = before;
           }
-          const bool has_step = part < kRoutes;
-          const CombineStage::Route& route = stage.routes[has_step ? part : 0];
+          const bool has_step = index < kRoutes;
+          const CombineStage::Route& route = stage.routes[has_step ? index : 0];
           const int step = first_step + g - (route.last_step - ceil_div(route.rank_tiles, 2));
           const float4 v =
               poll_v(partial + step * kRanksPerStep, layout, grid.slabs,
-                     has_step ? first_route + part : -1, 2 * step + 1 < route.rank_tiles, epoch);
+                     has_step ? first_route + index : -1, 2 * step + 1 < route.rank_tiles, epoch);
           stage.terms[g][q] = stacked_terms(v * route.factor);
         };
         const auto gather_together = [&](int first_step) {

@@ -77,8 +77,8 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const bool overwrites = p.form == ARIL_WRITE;
   // Tiles of a token's routes, for slots that share B, come before route tiles.
-  const int parts = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
-  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * parts : 0;
+  const int tiles_of_token = ceil_div(p.top_k.top_k, ARIL_ROUTES_PER_TILE);
+  const int token_tiles = !p.from_tokens && sharing.any() ? sharing.tokens * tiles_of_token : 0;
   const bool has_experts = p.from_tokens || overwrites || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(overwrites) : 0);
   const int first_block = grid.first_shrink + grid.shrink_blocks;
@@ -103,43 +103,43 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const auto load_tile = [&](int i) {
     if (i >= last) return make_int4(-1, 0, 0, 0);
     if (i >= token_tiles) return tiles.tile(i - token_tiles);
-    const int token = i / parts, first = i % parts * ARIL_ROUTES_PER_TILE;
+    const int token = i / tiles_of_token, first = i % tiles_of_token * ARIL_ROUTES_PER_TILE;
     return make_int4(p.routing.slots[token], TileLoads::kOfToken, token * p.top_k.top_k + first,
                      min(p.top_k.top_k - first, ARIL_ROUTES_PER_TILE));
   };
-  // What the warp has of a tile.
-  struct Part {
+  // A lane's work on a tile.
+  struct Work {
     const char* b;
     int rank_tiles;
     T* y;  // null: no row for the lane, or no work
     int v_row;
     float factor;
   };
-  const auto part_of = [&](const TileLoads& loads) {
-    Part part = {nullptr, 0, nullptr, -1, 0.0f};
+  const auto work_of = [&](const TileLoads& loads) {
+    Work work = {nullptr, 0, nullptr, -1, 0.0f};
     const bool is_of_token = loads.tile.y == TileLoads::kOfToken;
-    if (is_of_token != loads.shares_b(p)) return part;
+    if (is_of_token != loads.shares_b(p)) return work;
     const int rank = loads.rank(p);
-    part.rank_tiles = ceil_div(is_of_token ? loads.shared.rank : rank, ARIL_RANK_TILE);
-    part.b = static_cast<const char*>(is_of_token ? loads.shared.b : loads.own.b) +
-             int64_t{outs.first / ARIL_OUT_TILE} * part.rank_tiles * 2 * kUnitBytes;
+    work.rank_tiles = ceil_div(is_of_token ? loads.shared.rank : rank, ARIL_RANK_TILE);
+    work.b = static_cast<const char*>(is_of_token ? loads.shared.b : loads.own.b) +
+             int64_t{outs.first / ARIL_OUT_TILE} * work.rank_tiles * 2 * kUnitBytes;
     if (rank > 0) {
-      part.v_row = loads.v_row(p);
-      part.factor = loads.factor(p);
+      work.v_row = loads.v_row(p);
+      work.factor = loads.factor(p);
     }
     if (loads.route.route >= 0 && (rank > 0 || overwrites)) {
-      part.y = outs.y + loads.route.row * outs.y_stride + (outs.first + 8 * q) * outs.step;
+      work.y = outs.y + loads.route.row * outs.y_stride + (outs.first + 8 * q) * outs.step;
     }
-    return part;
+    return work;
   };
 
   // Requests B and y of a stage: all outputs, or those from `out` on, with some of the ranks, and
   // y with the last of them. y moves 16 bytes at a time, or is read when it is written.
-  const auto fetch = [&](const Part& part, int out, int first_rank_tile) {
-    const bool whole = part.rank_tiles <= stages.whole_rank_tiles;
-    const int count = min(part.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);
-    const char* b = part.b +
-                    (out / ARIL_OUT_TILE * part.rank_tiles + first_rank_tile) * 2 * kUnitBytes +
+  const auto fetch = [&](const Work& work, int out, int first_rank_tile) {
+    const bool whole = work.rank_tiles <= stages.whole_rank_tiles;
+    const int count = min(work.rank_tiles - first_rank_tile, ExpandStages::kRankTiles);
+    const char* b = work.b +
+                    (out / ARIL_OUT_TILE * work.rank_tiles + first_rank_tile) * 2 * kUnitBytes +
                     out % ARIL_OUT_TILE / ARIL_OUT_UNIT * kUnitBytes + lane * 16;
     unsigned char* to = other + lane * 16;
     const int pieces = whole ? ceil_div(outs.count, ARIL_OUT_TILE) * 2 * count : count;
@@ -147,12 +147,12 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     for (int i = 0; i < pieces; ++i, b += (whole ? 1 : 2) * kUnitBytes, to += kUnitBytes) {
       copy_async(to, b);
     }
-    if (first_rank_tile + count == part.rank_tiles && !overwrites && part.y != nullptr) {
+    if (first_rank_tile + count == work.rank_tiles && !overwrites && work.y != nullptr) {
       to = other + stages.b_bytes + lane * 16;
       const int end = whole ? outs.count : out + ARIL_OUT_UNIT;
 #pragma unroll 1
       for (; out < end; out += ARIL_OUT_UNIT, to += ExpandStages::kBaseBytes) {
-        if (OutVec<T>::whole(valid - out, aligned)) copy_async(to, part.y + out);
+        if (OutVec<T>::whole(valid - out, aligned)) copy_async(to, work.y + out);
       }
     }
     commit_copies();
@@ -166,47 +166,47 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   TileQueue<TileLoads::kOfToken, Tiles, decltype(load_tile)> queue(p, tiles, slice, g, load_tile,
                                                                    index / items);
   queue.advance(index / items + stride);
-  Part part = part_of(queue.loads);
+  Work work = work_of(queue.loads);
   queue.advance(index / items + 2 * stride);
-  fetch(part, 0, 0);
+  fetch(work, 0, 0);
   swap_stages();
   for (int i = index / items; i < last; i += stride) {
-    const Part next = part_of(queue.loads);
+    const Work next = work_of(queue.loads);
     queue.advance(i + 3 * stride);
     const auto terms_of = [&](int rank_tile) {
       return stacked_terms(poll_v(partial + rank_tile * ARIL_RANK_TILE, layout, grid.slabs,
-                                  part.v_row, rank_tile + 1 < part.rank_tiles, epoch) *
-                           part.factor);
+                                  work.v_row, rank_tile + 1 < work.rank_tiles, epoch) *
+                           work.factor);
     };
     const auto finish = [&](const float (&deltas)[4][4], int out, int unit) {
-      if (part.y == nullptr || valid <= out) return;
+      if (work.y == nullptr || valid <= out) return;
       OutVec<T> base;
       if (!overwrites) {
         base.bits = *reinterpret_cast<const uint4*>(stage + stages.b_bytes +
                                                     unit * ExpandStages::kBaseBytes + lane * 16);
       }
-      base.add(part.y + out * outs.step, outs.step, deltas, 0, valid - out, aligned, overwrites);
+      base.add(work.y + out * outs.step, outs.step, deltas, 0, valid - out, aligned, overwrites);
     };
-    if (part.rank_tiles <= stages.whole_rank_tiles) {
+    if (work.rank_tiles <= stages.whole_rank_tiles) {
       fetch(next, 0, 0);
-      const bool has_deltas = part.rank_tiles > 0;
+      const bool has_deltas = work.rank_tiles > 0;
       uint4 first_terms = make_uint4(0, 0, 0, 0);
       if (has_deltas) first_terms = terms_of(0);
-      const bool has_more = kWholeRankTiles<T> > 2 && part.rank_tiles > 2;
+      const bool has_more = kWholeRankTiles<T> > 2 && work.rank_tiles > 2;
       if (has_more) terms[0] = terms_of(2);
       wait_for_copies<1>();
       __syncwarp();
-      const int rank_bytes = 2 * kUnitBytes, rest_bytes = (part.rank_tiles - 1) * rank_bytes;
+      const int rank_bytes = 2 * kUnitBytes, rest_bytes = (work.rank_tiles - 1) * rank_bytes;
       const auto add_outs = [&](auto more) {
         const unsigned char* b = stage;
         for (int out = 0; out < outs.count; out += ARIL_OUT_UNIT) {
           float deltas[4][4] = {};
           if (has_deltas) {
-            multiply_unit_staged<T>(deltas, first_terms, b, part.rank_tiles > 1 ? rank_bytes : 0);
+            multiply_unit_staged<T>(deltas, first_terms, b, work.rank_tiles > 1 ? rank_bytes : 0);
           }
           if constexpr (decltype(more)::value) {
             multiply_unit_staged<T>(deltas, terms[0], b + 2 * rank_bytes,
-                                    part.rank_tiles > 3 ? rank_bytes : 0);
+                                    work.rank_tiles > 3 ? rank_bytes : 0);
           }
           finish(deltas, out, out / ARIL_OUT_UNIT);
           b += kUnitBytes + (out % ARIL_OUT_TILE != 0 ? rest_bytes : 0);
@@ -222,15 +222,15 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
     } else {
       float deltas[4][4] = {};
       for (int out = 0, first = 0; out < outs.count;) {
-        const int count = min(part.rank_tiles - first, ExpandStages::kRankTiles);
-        const bool is_last = first + count == part.rank_tiles;
+        const int count = min(work.rank_tiles - first, ExpandStages::kRankTiles);
+        const bool is_last = first + count == work.rank_tiles;
         const int next_out = is_last ? out + ARIL_OUT_UNIT : out;
         const bool ends = next_out >= outs.count;
-        Part from = part;
+        Work from = work;
         if (ends) from = next;
         fetch(from, ends ? 0 : next_out, is_last ? 0 : first + count);
         // The terms of all ranks stay for the outputs that follow.
-        if (out == 0 || count < part.rank_tiles) {
+        if (out == 0 || count < work.rank_tiles) {
           for (int r = 0; r < count; r += 2) terms[r / 2 * 32] = terms_of(first + r);
         }
         wait_for_copies<1>();
@@ -249,7 +249,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
         out = next_out;
       }
     }
-    part = next;
+    work = next;
   }
 }
 

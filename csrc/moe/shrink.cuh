@@ -76,15 +76,15 @@ template <typename T, typename Tiles>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t epoch, const Tiles& tiles,
                                                const WarpSharing& sharing, unsigned char* shared) {
-  constexpr int kRows = ARIL_ROUTES_PER_TILE, kParts = ARIL_TOKENS_PER_TILE / kRows;
+  constexpr int kRows = ARIL_ROUTES_PER_TILE, kHalves = ARIL_TOKENS_PER_TILE / kRows;
   __shared__ float2 k_tile_sums[2][kExpertsWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int set = warp / ARIL_K_TILES_PER_SLAB;
   const int index = (static_cast<int>(blockIdx.x) - grid.first_shrink) * kShrinkSets + set;
   const int rank_tiles = sharing.rank_tiles(p);
   if (rank_tiles == 0) return;
-  const int items = p.num_slices * rank_tiles * grid.slabs;       // of a tile
-  const int stride = grid.shrink_blocks * kShrinkSets / items;    // of tiles
+  const int items = p.num_slices * rank_tiles * grid.slabs;     // of a tile
+  const int stride = grid.shrink_blocks * kShrinkSets / items;  // of tiles
   const int slice = index % items % p.num_slices, item = index % items / p.num_slices;
   const int slab = item % grid.slabs, rank_tile = item / grid.slabs;
   const int k_tile = slab * ARIL_K_TILES_PER_SLAB + warp % ARIL_K_TILES_PER_SLAB;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   uint64_t* const partial = tagged_words(p.mailbox) + slab * layout.partial_stride +
                             slice * layout.slice_stride + rank_tile * ARIL_RANK_TILE + 2 * q;
   // Tiles of tokens come first.
-  const int token_tiles = p.from_tokens ? sharing.tiles * kParts : 0;
+  const int token_tiles = p.from_tokens ? sharing.tiles * kHalves : 0;
   const bool has_experts = !p.from_tokens || !sharing.all();
   const int last = token_tiles + (has_experts ? tiles.count(false) : 0);
   if (index / items >= stride) return;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   const auto load_tile = [&](int i) {
     if (i >= last) return make_int4(-1, 0, 0, 0);
     if (i >= token_tiles) return tiles.shrink_tile(i - token_tiles);
-    const aril_tile& tile = p.routing.tiles.all[i / kParts];
-    const int first = i % kParts * kRows;
+    const aril_tile& tile = p.routing.tiles.all[i / kHalves];
+    const int first = i % kHalves * kRows;
     return make_int4(tile.slot, TileLoads::kOfTokens, tile.begin + first,
                      min(tile.count - first, kRows));
   };

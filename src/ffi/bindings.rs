@@ -29,10 +29,9 @@ pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
 pub const ARIL_FORWARD_TOKENS: i32 = 64;
-pub const ARIL_FORWARD_UNIT_ROWS: i32 = 16;
-pub const ARIL_FORWARD_BLOCK_ROWS: i32 = 32;
-pub const ARIL_FORWARD_UNITS: i32 = 6;
-pub const ARIL_FORWARD_SPLIT_UNITS: i32 = 12;
+pub const ARIL_FORWARD_STRIP_ROWS: i32 = 16;
+pub const ARIL_FORWARD_STRIPS: i32 = 6;
+pub const ARIL_FORWARD_SPLIT_STRIPS: i32 = 12;
 pub const ARIL_FORWARD_PARTS: i32 = 4;
 pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
 pub const ARIL_FORWARD_RINGS: i32 = 4;
@@ -208,7 +207,7 @@ pub struct aril_forward_ring {
 pub struct aril_forward_map {
     pub tensor_maps: [[u64; 16usize]; 8usize],
     pub splits: i32,
-    pub units: i32,
+    pub strips: i32,
     pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 4usize],
 }
@@ -218,7 +217,7 @@ pub struct aril_base_weights {
     pub dtype: i32,
     pub in_features: i32,
     pub splits: i32,
-    pub units: i32,
+    pub strips: i32,
     pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 4usize],
     pub num_slices: i32,

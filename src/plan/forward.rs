@@ -10,8 +10,8 @@ use super::{
     thresholds::{
         MAX_FORWARD_TOKENS,
         forward::{
-            ALIGNED_FEATURES, BLOCK_ROWS, BLOCKS, MAX_FEATURES, PARTS, RANK_TILE, SPLIT_UNITS, TOKENS_WITHOUT_WGMMA,
-            UNIT_ROWS, UNITS,
+            ALIGNED_FEATURES, BLOCKS, MAX_FEATURES, OUT_UNIT, PARTS, RANK_TILE, SPLIT_STRIPS, STRIP_ROWS, STRIPS,
+            TOKENS_WITHOUT_WGMMA,
         },
     },
     workspace::WorkspaceBytes,
@@ -33,7 +33,7 @@ pub struct ForwardPlan {
     in_features: usize,
     capacity: Capacity,
     splits: usize,
-    units: usize,
+    strips: usize,
     /// For batches of up to 8, 16, 32 and 64 tokens, as far as the capacity and the device go.
     rings: Vec<Ring>,
 }
@@ -63,8 +63,8 @@ impl ForwardPlan {
         }
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
         limit("out_features", out_features.iter().sum(), MAX_FEATURES)?;
-        let (splits, units) = share_out(&out_features);
-        Self { dtype, out_features, in_features, capacity, splits, units, rings: Vec::new() }.on(Device::H100)
+        let (splits, strips) = share_out(&out_features);
+        Self { dtype, out_features, in_features, capacity, splits, strips, rings: Vec::new() }.on(Device::H100)
     }
 
     /// The same layer on another device. From compute capability 10.0 on, batches have up to 32 tokens, because more are multiplied by an
@@ -83,7 +83,7 @@ impl ForwardPlan {
             in_features: self.in_features,
             num_slices: self.out_features.len(),
             splits: self.splits,
-            units: self.units,
+            strips: self.strips,
             max_rank: self.capacity.max_rank,
         };
         let has_wgmma = major == 9;
@@ -145,18 +145,18 @@ impl ForwardPlan {
 
     /// Blocks of the launch.
     pub fn blocks(&self) -> usize {
-        clusters(&self.out_features, self.units) * self.splits
+        clusters(&self.out_features, self.strips) * self.splits
     }
 
     /// Whether two blocks share the features of a row, and load x once for all rows that they have.
     pub(super) fn reads_input_once(&self) -> bool {
-        self.splits == 2 && self.units <= UNITS
+        self.splits == 2 && self.strips <= STRIPS
     }
 
-    /// Units of rows of W that a cluster of blocks has. The bits of the result do not depend on it.
+    /// Strips of W that a cluster of blocks has. The bits of the result do not depend on it.
     #[cfg(feature = "cuda")]
-    pub(crate) fn units(&self) -> usize {
-        self.units
+    pub(crate) fn strips(&self) -> usize {
+        self.strips
     }
 
     /// Boxes of features that a block has left to load when its dependents begin.
@@ -174,24 +174,24 @@ impl ForwardPlan {
     }
 }
 
-/// The blocks that share a row, and their units of rows: two blocks, unless one block each has enough rows; and the fewest units with
+/// The blocks that share a row, and their strips of W: two blocks, unless one block each has enough rows; and the fewest strips with
 /// which all clusters are resident at once.
 fn share_out(out_features: &[usize]) -> (usize, usize) {
-    let units: usize = out_features.iter().map(|&out| slice_units(out)).sum();
-    let splits = if units > BLOCKS / 2 * SPLIT_UNITS { 1 } else { 2 };
+    let strips: usize = out_features.iter().map(|&out| slice_strips(out)).sum();
+    let splits = if strips > BLOCKS / 2 * SPLIT_STRIPS { 1 } else { 2 };
     let most = BLOCKS / splits;
-    let last = if splits == 1 { units } else { SPLIT_UNITS };
+    let last = if splits == 1 { strips } else { SPLIT_STRIPS };
     let fits = |&of_cluster: &usize| clusters(out_features, of_cluster) <= most;
-    (splits, (units.div_ceil(most)..last).find(fits).unwrap_or(last))
+    (splits, (strips.div_ceil(most)..last).find(fits).unwrap_or(last))
 }
 
-fn clusters(out_features: &[usize], units: usize) -> usize {
-    out_features.iter().map(|&out| slice_units(out).div_ceil(units)).sum()
+fn clusters(out_features: &[usize], strips: usize) -> usize {
+    out_features.iter().map(|&out| slice_strips(out).div_ceil(strips)).sum()
 }
 
-/// Of whole blocks of rows.
-fn slice_units(out_features: usize) -> usize {
-    out_features.div_ceil(BLOCK_ROWS) * (BLOCK_ROWS / UNIT_ROWS)
+/// Of whole units.
+fn slice_strips(out_features: usize) -> usize {
+    out_features.div_ceil(OUT_UNIT) * (OUT_UNIT / STRIP_ROWS)
 }
 
 impl fmt::Display for ForwardPlan {
@@ -204,7 +204,7 @@ impl fmt::Display for ForwardPlan {
             self.capacity.max_rank,
             self.blocks(),
             self.splits,
-            self.units * UNIT_ROWS,
+            self.strips * STRIP_ROWS,
             self.workspace_bytes().mailbox,
         )
     }

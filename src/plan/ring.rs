@@ -4,8 +4,8 @@
 use super::thresholds::{
     K_TILE, RANK_TILE,
     forward::{
-        ALIGNMENT_BYTES, BATCH_BYTES, BLOCK_ROWS, BOX_FEATURES, DELTA_WARPS, MAX_STAGES, SEGMENT_TOKENS, STATIC_BYTES,
-        UNIT_ROWS, UNITS,
+        ALIGNMENT_BYTES, BATCH_BYTES, BOX_FEATURES, DELTA_WARPS, MAX_STAGES, OUT_UNIT, SEGMENT_TOKENS, STATIC_BYTES,
+        STRIP_ROWS, STRIPS,
     },
 };
 use crate::ffi;
@@ -14,13 +14,13 @@ use crate::ffi;
 const TOKEN_TILE: usize = 8;
 /// Boxes of features that two splits share the features by, and the most of a stage.
 const STEP_BOXES: usize = 2;
-/// Bytes of a box of features of a unit of W, of a token tile of x, and of the sums of a unit and a token tile.
-const UNIT_BOX_BYTES: usize = UNIT_ROWS * BOX_FEATURES * 2;
+/// Bytes of a box of features of a strip of W, of a token tile of x, and of the sums of a strip and a token tile.
+const STRIP_BOX_BYTES: usize = STRIP_ROWS * BOX_FEATURES * 2;
 const TOKEN_BOX_BYTES: usize = TOKEN_TILE * BOX_FEATURES * 2;
-const UNIT_SUMS_BYTES: usize = UNIT_ROWS * TOKEN_TILE * size_of::<f32>();
+const STRIP_SUMS_BYTES: usize = STRIP_ROWS * TOKEN_TILE * size_of::<f32>();
 /// Bytes of a warp's buffer of A, which is one of B, too.
 const A_BYTES: usize = RANK_TILE * K_TILE * 2;
-/// Bytes of the sums of two units of v, whose rows have 20 elements.
+/// Bytes of the sums of two partials of v, whose rows have 20 elements.
 const SUMS_BYTES: usize = 2 * DELTA_WARPS * SEGMENT_TOKENS * 20 * size_of::<f32>();
 /// Ranks of a panel of B, and ranks whose products are added up before others join them.
 const PANEL_RANKS: usize = 32;
@@ -28,7 +28,7 @@ const SUM_RANKS: usize = 64;
 /// The most bytes of v at once.
 const MAX_V_BYTES: usize = 16 << 10;
 
-/// A ring holds at most this part of a block's stream: its loads in flight delay loads of A and B.
+/// A ring holds at most this share of a block's stream: its loads in flight delay loads of A and B.
 const MAX_SHARE: usize = 4;
 /// A larger ring delays the last loads of the launch before. (H200, chain of layers without adapters: 1 % slower with all of shared
 /// memory.)
@@ -49,18 +49,18 @@ pub(super) struct Grid {
     pub(super) in_features: usize,
     pub(super) num_slices: usize,
     pub(super) splits: usize,
-    /// Units of a cluster.
-    pub(super) units: usize,
+    /// Strips of a cluster.
+    pub(super) strips: usize,
     pub(super) max_rank: usize,
 }
 
 impl Grid {
     fn passes(&self) -> usize {
-        self.units.div_ceil(UNITS)
+        self.strips.div_ceil(STRIPS)
     }
 
-    fn pass_units(&self) -> usize {
-        self.units.div_ceil(self.passes())
+    fn pass_strips(&self) -> usize {
+        self.strips.div_ceil(self.passes())
     }
 
     /// Boxes of the features of a block.
@@ -69,14 +69,14 @@ impl Grid {
         steps.div_ceil(self.splits) * STEP_BOXES
     }
 
-    /// The most blocks of rows that a thread block stores, of `units` units.
-    fn own_blocks(&self, units: usize) -> usize {
-        let begins_even = self.units.is_multiple_of(2) && self.pass_units().is_multiple_of(2);
-        (if begins_even { units.div_ceil(2) } else { units / 2 + 1 }).div_ceil(self.splits)
+    /// The most units of outputs that a thread block stores, of `strips` strips.
+    fn own_units(&self, strips: usize) -> usize {
+        let begins_even = self.strips.is_multiple_of(2) && self.pass_strips().is_multiple_of(2);
+        (if begins_even { strips.div_ceil(2) } else { strips / 2 + 1 }).div_ceil(self.splits)
     }
 }
 
-/// The parts of a thread block's shared memory, as `aril_forward_ring` (`csrc/aril.h`) describes them.
+/// The division of a thread block's shared memory, as `aril_forward_ring` (`csrc/aril.h`) describes them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Ring {
     pub(crate) stage_boxes: usize,
@@ -117,21 +117,21 @@ impl Ring {
 
     /// The division with so many stages.
     fn of(grid: &Grid, token_tiles: usize, stage_boxes: usize, stages: usize) -> Self {
-        let (pass_units, tokens) = (grid.pass_units(), token_tiles * TOKEN_TILE);
-        let unit_sums = token_tiles * UNIT_SUMS_BYTES;
+        let (pass_strips, tokens) = (grid.pass_strips(), token_tiles * TOKEN_TILE);
+        let strip_sums = token_tiles * STRIP_SUMS_BYTES;
         // With 17 to 32 tokens, two teams of multipliers halve the features of a box, and hand sums over. One place of A where the ring
         // needs the memory more.
         let has_teams = token_tiles == 4;
         let a_places = if token_tiles > 4 { 1 } else { 2 };
 
-        let stage_bytes = stage_boxes * (pass_units * UNIT_BOX_BYTES + token_tiles * TOKEN_BOX_BYTES);
+        let stage_bytes = stage_boxes * (pass_strips * STRIP_BOX_BYTES + token_tiles * TOKEN_BOX_BYTES);
         let inbox = stages * stage_bytes;
         let has_inbox = grid.splits > 1;
-        let deltas = inbox + if has_inbox { grid.own_blocks(grid.units) * 2 * unit_sums } else { 0 };
+        let deltas = inbox + if has_inbox { grid.own_units(grid.strips) * 2 * strip_sums } else { 0 };
         // An odd number of token tiles spreads a warp's rows over all banks.
         let delta_pitch = TOKEN_TILE * (token_tiles | 1);
-        let v = deltas + grid.own_blocks(pass_units) * BLOCK_ROWS * delta_pitch * size_of::<f32>();
-        let handed_over = if has_teams { pass_units.div_ceil(2) * 2 * unit_sums } else { 0 };
+        let v = deltas + grid.own_units(pass_strips) * OUT_UNIT * delta_pitch * size_of::<f32>();
+        let handed_over = if has_teams { pass_strips.div_ceil(2) * 2 * strip_sums } else { 0 };
         let most_ranks = MAX_V_BYTES / (tokens * 2 * 2) / SUM_RANKS * SUM_RANKS;
         let v_ranks = most_ranks.min(grid.max_rank.next_multiple_of(PANEL_RANKS));
         let v_pitch = v_ranks * 2 + 16;

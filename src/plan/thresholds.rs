@@ -106,7 +106,7 @@ pub(super) mod linear {
         }
     }
     /// The time of a K tile beside so many resident blocks, and of the start of a block: a model of an H200
-    /// (`benches/record/designs.md`, "Turns of blocks").
+    /// (`benches/record/designs.md`, "Waves of blocks").
     pub(in crate::plan) const fn shrink_k_tile(resident: usize) -> usize {
         4 * (resident + 1)
     }
@@ -125,7 +125,7 @@ pub(super) mod linear {
     }
     pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
     /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
-    /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Turns of blocks").
+    /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Waves of blocks").
     pub(in crate::plan) const LARGE_M_START: usize = 112;
     pub(in crate::plan) const fn large_m_outs_time(resident: usize) -> usize {
         16 * (resident + 3)
@@ -225,13 +225,13 @@ pub(super) mod mode {
 pub(super) mod forward {
     use crate::{DType, ffi, plan::Device};
 
-    /// Rows of a unit of W, and those that the rows of a slice are padded to.
-    pub(in crate::plan) const UNIT_ROWS: usize = ffi::ARIL_FORWARD_UNIT_ROWS as usize;
-    pub(in crate::plan) const BLOCK_ROWS: usize = ffi::ARIL_FORWARD_BLOCK_ROWS as usize;
-    /// Units that a block multiplies at a time.
-    pub(in crate::plan) const UNITS: usize = ffi::ARIL_FORWARD_UNITS as usize;
-    /// Units of a cluster of two blocks, at most.
-    pub(in crate::plan) const SPLIT_UNITS: usize = ffi::ARIL_FORWARD_SPLIT_UNITS as usize;
+    /// Rows of a strip of W, and those of a unit, which the rows of a slice are padded to.
+    pub(in crate::plan) const STRIP_ROWS: usize = ffi::ARIL_FORWARD_STRIP_ROWS as usize;
+    pub(in crate::plan) const OUT_UNIT: usize = ffi::ARIL_OUT_UNIT as usize;
+    /// Strips that a block multiplies at a time.
+    pub(in crate::plan) const STRIPS: usize = ffi::ARIL_FORWARD_STRIPS as usize;
+    /// Strips of a cluster of two blocks, at most.
+    pub(in crate::plan) const SPLIT_STRIPS: usize = ffi::ARIL_FORWARD_SPLIT_STRIPS as usize;
     /// Parts of the input features, whose sums of `A x` are handed over; and ranks that are handed over together.
     pub(in crate::plan) const PARTS: usize = ffi::ARIL_FORWARD_PARTS as usize;
     pub(in crate::plan) const RANK_TILE: usize = 16;

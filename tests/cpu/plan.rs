@@ -143,11 +143,11 @@ proptest! {
         let [first, second] = [0, 1].map(|i| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap());
         prop_assert_eq!(first.splits(), second.splits());
         prop_assert_eq!(first.blocks(), second.blocks());
-        // A unit has 16 rows, slices have whole pairs of units, and two blocks have up to 12 units.
-        let units: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
-        prop_assert_eq!(first.splits(), if units > 66 * 12 { 1 } else { 2 });
+        // A strip has 16 rows, slices have whole units of two strips, and two blocks have up to 12 strips.
+        let strips: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
+        prop_assert_eq!(first.splits(), if strips > 66 * 12 { 1 } else { 2 });
         prop_assert!(first.blocks() >= slices.len() * first.splits());
-        // All blocks are resident at once, unless partly filled clusters make this impossible for two blocks with 12 units.
+        // All blocks are resident at once, unless partly filled clusters make this impossible for two blocks with 12 strips.
         let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
         prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
     }

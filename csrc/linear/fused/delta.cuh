@@ -2,11 +2,11 @@
 //
 // The fused linear's delta, computed by some warps of each thread block beside the stream of W.
 //
-// v = A x is divided into units (DeltaUnit), which thread blocks take in the order in which they
-// start. A block publishes the sums of its units in the mailbox, gathers the sums of all parts for
-// the slice of its own rows, and leaves scaling * B v of these rows in shared memory. It polls for
-// a sum a bounded number of times; then it computes the sum itself, in the same order. So no block
-// depends on another one running.
+// v = A x is divided into partials (DeltaPartial), which thread blocks take in the order in which
+// they start. A block publishes the sums of its partials in the mailbox, gathers the sums of all
+// parts for the slice of its own rows, and leaves scaling * B v of these rows in shared memory. It
+// polls for a sum a bounded number of times; then it computes the sum itself, in the same order. So
+// no block depends on another one running.
 //
 // Fragments of A, B and x are loaded 16 bytes per lane in memory order: features, or ranks, are
 // permuted within a product, alike in both operands.
@@ -122,7 +122,7 @@ struct Delta {
     }
   }
 
-  // Loads the segments' modules, and counts the units.
+  // Loads the segments' modules, and counts the partials.
   __device__ __forceinline__ void share_out() {
     sync_warps();
     const int entries = batch.num_segments * args.num_slices;
@@ -155,8 +155,8 @@ struct Delta {
     }
     sync_warps();
     if (thread == 0) {
-      batch.num_units = pairs_before(entries) * p.num_parts;
-      static_assert(kMaxPanelPlaces == 8 && kPairBytes == 8 * kPanelTileBytes);
+      batch.num_partials = pairs_before(entries) * p.num_parts;
+      static_assert(kMaxPanelPlaces == 8 && kPairBytes == 8 * kUnitBytes);
       const int tiles = ceil_div(batch.slice_rank, ARIL_RANK_TILE);
       batch.place_bits = min((tiles <= 1 ? 3 : tiles == 2 ? 2 : 1) + kAPlaces - 1, 3);
     }
@@ -173,18 +173,18 @@ struct Delta {
   __device__ __forceinline__ int all_pairs() const {
     return pairs_before(batch.num_segments * args.num_slices);
   }
-  // Blocks take units in the order in which they start, the first ones one more than the last: all
-  // wait for the sums of the latest. A block has those from first_unit(its turn) to
-  // first_unit(its turn + 1).
-  __device__ __forceinline__ int first_unit(unsigned turn) const {
-    const unsigned units = batch.num_units, each = units / gridDim.x;
-    return static_cast<int>(turn * each + min(turn, units - each * gridDim.x));
+  // Blocks take partials in the order in which they start, the first ones one more than the last:
+  // all wait for the sums of the latest. A block has those from first_partial(its ticket) to
+  // first_partial(its ticket + 1).
+  __device__ __forceinline__ int first_partial(unsigned ticket) const {
+    const unsigned partials = batch.num_partials, each = partials / gridDim.x;
+    return static_cast<int>(ticket * each + min(ticket, partials - each * gridDim.x));
   }
 
-  __device__ __forceinline__ DeltaUnit unit_at(int index) const {
-    DeltaUnit unit;
-    unit.part = index / all_pairs();
-    const int pair = index - unit.part * all_pairs();
+  __device__ __forceinline__ DeltaPartial partial_at(int index) const {
+    DeltaPartial partial;
+    partial.part = index / all_pairs();
+    const int pair = index - partial.part * all_pairs();
     int low = 0, high = batch.num_segments *
                         args.num_slices;  // pairs_before(low) <= pair < pairs_before(high)
 #pragma unroll 1
@@ -198,30 +198,31 @@ struct Delta {
     }
     const aril_descriptor& module = module_at(low);
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE), tile = 2 * (pair - pairs_before(low));
-    unit.k_tile_bytes = tiles * kATileBytes;
-    unit.first_k_tile = unit.part * p.part_k_tiles;
-    unit.num_k_tiles = min(p.part_k_tiles, p.num_k_tiles - unit.first_k_tile);
-    unit.a = static_cast<const char*>(module.a) + int64_t{unit.first_k_tile} * unit.k_tile_bytes +
-             tile * kATileBytes;
-    unit.two = tile + 1 < tiles;
-    unit.segment = low / args.num_slices;
-    unit.slice = low % args.num_slices;
-    unit.first_rank = tile * ARIL_RANK_TILE;
-    unit.rank = module.rank;
-    return unit;
+    partial.k_tile_bytes = tiles * kATileBytes;
+    partial.first_k_tile = partial.part * p.part_k_tiles;
+    partial.num_k_tiles = min(p.part_k_tiles, p.num_k_tiles - partial.first_k_tile);
+    partial.a = static_cast<const char*>(module.a) +
+                int64_t{partial.first_k_tile} * partial.k_tile_bytes + tile * kATileBytes;
+    partial.two = tile + 1 < tiles;
+    partial.segment = low / args.num_slices;
+    partial.slice = low % args.num_slices;
+    partial.first_rank = tile * ARIL_RANK_TILE;
+    partial.rank = module.rank;
+    return partial;
   }
 
-  // Looks up the first DeltaShared::kUnits of the units [first, last).
+  // Looks up the first DeltaShared::kPartials of the partials [first, last).
   __device__ __forceinline__ void look_up(int first, int last) {
     sync_warps();
-    if (thread < min(last - first, DeltaShared::kUnits))
-      batch.units[thread] = unit_at(first + thread);
+    if (thread < min(last - first, DeltaShared::kPartials))
+      batch.partials[thread] = partial_at(first + thread);
     sync_warps();
   }
 
-  // A block of 32 outputs, by its number among the task's, for a segment. Warps take items in turn.
+  // A unit of outputs, by its number among the task's, for a segment. A warp takes every kWarps-th
+  // item.
   struct Item {
-    int segment, block;
+    int segment, unit;
   };
 
   __device__ __forceinline__ Item first_item(int count) const {
@@ -229,14 +230,14 @@ struct Delta {
     return settle(item, count);
   }
   __device__ __forceinline__ void step(Item& item, int count) const {
-    item.block += kWarps;
+    item.unit += kWarps;
     settle(item, count);
   }
-  // Carries blocks beyond the last one over to the next segments.
+  // Carries units beyond the last one over to the next segments.
   __device__ __forceinline__ Item& settle(Item& item, int count) const {
 #pragma unroll 1
-    while (item.block >= count) {
-      item.block -= count;
+    while (item.unit >= count) {
+      item.unit -= count;
       ++item.segment;
     }
     return item;
@@ -251,17 +252,17 @@ struct Delta {
     const int tiles = ceil_div(module.rank, ARIL_RANK_TILE);
     return static_cast<const char*>(module.b) +
            (int64_t{row / ARIL_OUT_TILE} * tiles + tile) * (ARIL_OUT_TILE * ARIL_RANK_TILE * 2) +
-           row % ARIL_OUT_TILE / kBlockRows * 512;
+           row % ARIL_OUT_TILE / ARIL_OUT_UNIT * kUnitBytes;
   }
 
-  // A step of a unit that was looked up: 128 features for each warp.
+  // A step of a partial that was looked up: 128 features for each warp.
   struct Step {
-    int unit, step;
+    int partial, step;
   };
 
   __device__ __forceinline__ Step next(const Step& at) const {
     const bool is_last = at.step + 1 == ceil_div(p.part_k_tiles, kHalves / 2);
-    return is_last ? Step{at.unit + 1, 0} : Step{at.unit, at.step + 1};
+    return is_last ? Step{at.partial + 1, 0} : Step{at.partial, at.step + 1};
   }
 
   __device__ __forceinline__ int k_tile_of(const Step& at) const {
@@ -271,15 +272,15 @@ struct Delta {
   // Starts loading a step's A into this warp's next buffer. A step without features takes one, too.
   __device__ __forceinline__ void load_a(const Step& at) {
     const int place = a_issued++ % kAPlaces;
-    const DeltaUnit& unit = batch.units[at.unit];
-    const bool live = k_tile_of(at) < unit.num_k_tiles;
-    const int tiles = !live ? 0 : unit.two ? 2 : 1;
+    const DeltaPartial& partial = batch.partials[at.partial];
+    const bool live = k_tile_of(at) < partial.num_k_tiles;
+    const int tiles = !live ? 0 : partial.two ? 2 : 1;
     constexpr int kHalfBytes = kATileBytes / 2;
     TransactionBarrier& arrival = batch.a[warp][place];
     if (lane == 0) arrival.expect(tiles * kHalfBytes);
     if (lane < tiles) {
       arrival.copy(own_places() + place * kPairBytes + lane * kHalfBytes,
-                   unit.a + int64_t{k_tile_of(at)} * unit.k_tile_bytes + lane * kATileBytes +
+                   partial.a + int64_t{k_tile_of(at)} * partial.k_tile_bytes + lane * kATileBytes +
                        warp % 2 * kHalfBytes,
                    kHalfBytes);
     }
@@ -292,13 +293,13 @@ struct Delta {
   static constexpr int kLoads = ARIL_K_TILE / 2 / 32;
 
   __device__ __forceinline__ void load_x(uint4 (&x)[kLoads], const Step& at) const {
-    const DeltaUnit& unit = batch.units[at.unit];
+    const DeltaPartial& partial = batch.partials[at.partial];
     const int feature =
-        (unit.first_k_tile + k_tile_of(at)) * ARIL_K_TILE + warp % 2 * (ARIL_K_TILE / 2) + 8 * q;
-    const int token = batch.segments.tokens[unit.segment][g];
+        (partial.first_k_tile + k_tile_of(at)) * ARIL_K_TILE + warp % 2 * (ARIL_K_TILE / 2) + 8 * q;
+    const int token = batch.segments.tokens[partial.segment][g];
     const T* from = static_cast<const T*>(args.x) + token * args.x_stride + feature;
     const int left =
-        token >= 0 && k_tile_of(at) < unit.num_k_tiles ? args.in_features - feature : 0;
+        token >= 0 && k_tile_of(at) < partial.num_k_tiles ? args.in_features - feature : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       x[i] = load_input(reinterpret_cast<const char*>(from + i * 32), i * 32 < left);
@@ -308,8 +309,8 @@ struct Delta {
   // Adds the products of a step whose A is being loaded.
   __device__ __forceinline__ void multiply_step(float (&sums)[2][4], const uint4 (&x)[kLoads],
                                                 const Step& at) {
-    const DeltaUnit& unit = batch.units[at.unit];
-    const bool live = k_tile_of(at) < unit.num_k_tiles, two = unit.two;
+    const DeltaPartial& partial = batch.partials[at.partial];
+    const bool live = k_tile_of(at) < partial.num_k_tiles, two = partial.two;
     const int place = a_taken % kAPlaces;
     batch.a[warp][place].wait(a_taken / kAPlaces % 2);
     ++a_taken;
@@ -326,13 +327,13 @@ struct Delta {
     }
   }
 
-  __device__ __forceinline__ float* unit_sums() const {
+  __device__ __forceinline__ float* partial_sums() const {
     return reinterpret_cast<float*>(dynamic + p.smem.sums) + buffer * DeltaShared::kSums;
   }
 
-  // Stores a unit's sums for publish(), and clears them.
+  // Stores a partial's sums for publish(), and clears them.
   __device__ __forceinline__ void store_sums(float (&sums)[2][4]) {
-    float* own = unit_sums() + warp * (DeltaShared::kSums / kHalves);
+    float* own = partial_sums() + warp * (DeltaShared::kSums / kHalves);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       own[(2 * q + e % 2) * DeltaShared::kPitch + g + e / 2 * 8] = sums[0][e] + sums[1][e];
@@ -340,29 +341,29 @@ struct Delta {
     }
   }
 
-  // Adds up the sums of a unit, and stores them in the mailbox.
-  __device__ __forceinline__ void publish(const DeltaUnit& unit) {
+  // Adds up the sums of a partial, and stores them in the mailbox.
+  __device__ __forceinline__ void publish(const DeltaPartial& partial) {
     sync_warps();
     static_assert(ARIL_SEGMENT_TOKENS * kPairRanks / 2 <= kThreads);
     if (thread < ARIL_SEGMENT_TOKENS * kPairRanks / 2) {
       const int position = thread / (kPairRanks / 2), rank = thread % (kPairRanks / 2) * 2;
-      const int token = batch.segments.tokens[unit.segment][position];
+      const int token = batch.segments.tokens[partial.segment][position];
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        sum = sum +
-              *reinterpret_cast<const float2*>(unit_sums() + half * (DeltaShared::kSums / kHalves) +
-                                               position * DeltaShared::kPitch + rank);
+        sum = sum + *reinterpret_cast<const float2*>(partial_sums() +
+                                                     half * (DeltaShared::kSums / kHalves) +
+                                                     position * DeltaShared::kPitch + rank);
       }
-      const int at = unit.first_rank + rank;
-      if (at >= unit.rank) sum.x = 0.0f;
-      if (at + 1 >= unit.rank) sum.y = 0.0f;
+      const int at = partial.first_rank + rank;
+      if (at >= partial.rank) sum.x = 0.0f;
+      if (at + 1 >= partial.rank) sum.y = 0.0f;
       if (token >= 0) {
-        store_tagged2(FusedMailbox(args).at(unit.part, token, unit.slice, at), sum.x, sum.y,
+        store_tagged2(FusedMailbox(args).at(partial.part, token, partial.slice, at), sum.x, sum.y,
                       batch.epoch);
       }
     }
-    // The next unit takes the other buffer. Its barrier comes after all reads of this one.
+    // The next partial takes the other buffer. Its barrier comes after all reads of this one.
     buffer ^= 1;
   }
 
@@ -370,50 +371,51 @@ struct Delta {
   __device__ __forceinline__ Step load_first_a(int count) {
     Step at = {0, 0};
 #pragma unroll 1
-    for (int i = 0; i < kAPlaces && at.unit < count; ++i) {
+    for (int i = 0; i < kAPlaces && at.partial < count; ++i) {
       load_a(at);
       at = next(at);
     }
     return at;
   }
 
-  // Computes the first `count` units that were looked up, whose first steps of A are being loaded.
+  // Computes the first `count` partials that were looked up, whose first steps of A are being
+  // loaded.
   __device__ __forceinline__ void shrink(int count, Step ahead) {
     Step at = {0, 0};
     uint4 x[kLoads];
     if (count > 0) load_x(x, at);
     float sums[2][4] = {};
 #pragma unroll 1
-    while (at.unit < count) {
+    while (at.partial < count) {
       multiply_step(sums, x, at);
       __syncwarp();
-      if (ahead.unit < count) {
+      if (ahead.partial < count) {
         load_a(ahead);
         ahead = next(ahead);
       }
       const Step following = next(at);
-      if (following.unit < count) load_x(x, following);
-      if (following.unit != at.unit) {
+      if (following.partial < count) load_x(x, following);
+      if (following.partial != at.partial) {
         store_sums(sums);
-        publish(batch.units[at.unit]);
+        publish(batch.partials[at.partial]);
       }
       at = following;
     }
   }
 
-  // Looks up the first units of [first, last), and starts loading their A.
-  __device__ __forceinline__ Step begin_units(int first, int last) {
+  // Looks up the first partials of [first, last), and starts loading their A.
+  __device__ __forceinline__ Step begin_partials(int first, int last) {
     look_up(first, last);
-    return load_first_a(min(last - first, DeltaShared::kUnits));
+    return load_first_a(min(last - first, DeltaShared::kPartials));
   }
 
-  // Computes units [first, last), after begin_units() on them.
+  // Computes partials [first, last), after begin_partials() on them.
   __device__ __forceinline__ void shrink_all(int first, int last, Step ahead) {
 #pragma unroll 1
     while (first < last) {
-      shrink(min(last - first, DeltaShared::kUnits), ahead);
-      first += DeltaShared::kUnits;
-      if (first < last) ahead = begin_units(first, last);
+      shrink(min(last - first, DeltaShared::kPartials), ahead);
+      first += DeltaShared::kPartials;
+      if (first < last) ahead = begin_partials(first, last);
     }
   }
 
@@ -481,7 +483,7 @@ struct Delta {
   }
 
   // Gathers v of ranks [begin, begin + ranks) in shared memory, scaled, as two bf16 terms.
-  // Returns a unit that did not arrive in time, or -1.
+  // Returns a partial that did not arrive in time, or -1.
   __device__ __forceinline__ int gather(int begin, int ranks) {
     constexpr int kAtOnce = kTokenTiles > 2 ? 2 : 1;  // loads of all parts in flight
     const FusedMailbox mailbox(args);
@@ -515,9 +517,9 @@ struct Delta {
         const Pair& pair = pairs[i];
         if (pair.token < 0) continue;
         if (missing[i] >= 0) {
-          const int unit =
+          const int partial =
               missing[i] * all_pairs() + pairs_before(pair.entry) + pair.rank / kPairRanks;
-          atomicMax(&batch.missing, unit ^ missing_key());
+          atomicMax(&batch.missing, partial ^ missing_key());
           continue;
         }
         float2 sum = make_float2(0.0f, 0.0f);
@@ -540,11 +542,11 @@ struct Delta {
     return batch.missing < 0 ? -1 : batch.missing ^ missing_key();
   }
 
-  // Of several units that are missing, blocks compute different ones, so that each is computed once
-  // or so: the order is by unit ^ key, with a key for each block.
-  __device__ __forceinline__ int missing_key() const { return batch.turn & 0xffff; }
+  // Of several partials that are missing, blocks compute different ones, so that each is computed
+  // once or so: the order is by partial ^ key, with a key for each block.
+  __device__ __forceinline__ int missing_key() const { return batch.ticket & 0xffff; }
 
-  // What a call of expand() computes: `count` blocks of 32 outputs from `first` on, for ranks
+  // What a call of expand() computes: `count` units of outputs from `first` on, for ranks
   // [begin, end).
   struct Task {
     int first, count, begin, end;
@@ -588,11 +590,11 @@ struct Delta {
     const int tile = panel.rank / ARIL_RANK_TILE;
     const int tiles = min(ceil_div(module.rank, ARIL_RANK_TILE) - tile, 4);
     TransactionBarrier& arrival = batch.b[warp][index_of(issued)];
-    if (lane == 0) arrival.expect(tiles * kPanelTileBytes);
+    if (lane == 0) arrival.expect(tiles * kUnitBytes);
     if (lane < tiles) {
-      const int row = (task.first + panel.item.block * p.splits) * kBlockRows;
-      arrival.copy(place_of(issued) + lane * kPanelTileBytes, b_tile(module, row, tile + lane),
-                   kPanelTileBytes);
+      const int row = (task.first + panel.item.unit * p.splits) * ARIL_OUT_UNIT;
+      arrival.copy(place_of(issued) + lane * kUnitBytes, b_tile(module, row, tile + lane),
+                   kUnitBytes);
     }
     ++issued;
   }
@@ -665,7 +667,7 @@ struct Delta {
     float sums[2][4] = {};
 #pragma unroll 1
     while (has(panel)) {
-      const unsigned char* b = place_of(taken) + q * kPanelTileBytes + g * 16;
+      const unsigned char* b = place_of(taken) + q * kUnitBytes + g * 16;
       wait_for_panel();
       __syncwarp();
       if (has(ahead)) {
@@ -688,7 +690,7 @@ struct Delta {
   __device__ __forceinline__ void add_deltas(const Item& item, float (&sums)[2][4],
                                              bool first) const {
     float* deltas = reinterpret_cast<float*>(dynamic + p.smem.deltas);
-    const int first_row = item.block * kBlockRows + g / 2 * 8 + g % 2;
+    const int first_row = item.unit * ARIL_OUT_UNIT + g / 2 * 8 + g % 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = batch.segments.tokens[item.segment][2 * q + i];
@@ -709,18 +711,18 @@ struct Delta {
     for (int e = 0; e < 8; ++e) sums[e / 4][e % 4] = 0.0f;
   }
 
-  // The pass, by its first unit, and the first rank of it that is not in the deltas yet.
+  // The pass, by its first strip, and the first rank of it that is not in the deltas yet.
   struct Progress {
     int first, begin;
   };
 
-  // Computes the deltas, pass after pass, until a unit does not arrive in time. Returns that unit,
-  // or -1.
+  // Computes the deltas, pass after pass, until a partial does not arrive in time. Returns that
+  // partial, or -1.
   __device__ __forceinline__ int make_deltas(Progress& at) {
     sync_warps();
-    while (at.first < p.grid.units) {
-      const OwnBlocks own(first_block(at.first), p.splits, share.split);
-      const int count = own.count(end_block(at.first));
+    while (at.first < p.grid.strips) {
+      const OwnUnits own(first_unit(at.first), p.splits, share.split);
+      const int count = own.count(end_unit(at.first));
       const int all = count == 0 ? 0 : ceil_div(batch.slice_rank, kPanelRanks) * kPanelRanks;
 #pragma unroll 1
       while (at.begin < all) {
@@ -742,18 +744,18 @@ struct Delta {
         at.begin = task.end;
       }
       arrive(shared.deltas_full);
-      at = {at.first + p.grid.pass_units, 0};
-      if (at.first < p.grid.units) {
-        shared.deltas_empty.wait((at.first / p.grid.pass_units - 1) % 2);
+      at = {at.first + p.grid.pass_strips, 0};
+      if (at.first < p.grid.strips) {
+        shared.deltas_empty.wait((at.first / p.grid.pass_strips - 1) % 2);
         clear_deltas();
       }
     }
     return -1;
   }
 
-  __device__ __forceinline__ int first_block(int first) const { return (share.begin + first) / 2; }
-  __device__ __forceinline__ int end_block(int first) const {
-    return (min(share.begin + first + p.grid.pass_units, share.end) + 1) / 2;
+  __device__ __forceinline__ int first_unit(int first) const { return (share.begin + first) / 2; }
+  __device__ __forceinline__ int end_unit(int first) const {
+    return (min(share.begin + first + p.grid.pass_strips, share.end) + 1) / 2;
   }
 
   // Adding -0 changes no bit.
@@ -779,7 +781,7 @@ struct Delta {
     load_segments();
     init_barriers();
     if (thread == kCounter) {
-      batch.turn = static_cast<uint32_t>(count);
+      batch.ticket = static_cast<uint32_t>(count);
       batch.epoch = epoch_of(args.mailbox, count);
     }
   }
@@ -788,11 +790,11 @@ struct Delta {
     if (thread == kThreads - 1) arrive(shared.counted);
     share_out();
     sync_warps();
-    int first = first_unit(batch.turn);
-    int last = args.withholds ? first : first_unit(batch.turn + 1);
+    int first = first_partial(batch.ticket);
+    int last = args.withholds ? first : first_partial(batch.ticket + 1);
     Step ahead = {0, 0};
-    if (batch.num_units > 0) {
-      ahead = begin_units(first, last);
+    if (batch.num_partials > 0) {
+      ahead = begin_partials(first, last);
     }
     if (is_first_block()) {
       clear_stale_words(args.mailbox, args.mailbox_bytes, batch.epoch, thread, kThreads);
@@ -804,7 +806,7 @@ struct Delta {
       first = make_deltas(at);
       if (first < 0) break;
       last = first + 1;
-      ahead = begin_units(first, last);
+      ahead = begin_partials(first, last);
     }
   }
 };

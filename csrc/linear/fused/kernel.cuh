@@ -26,18 +26,18 @@ __device__ __forceinline__ void init_ring(const FusedParams& p, FusedShared& sha
 // Initialises the barriers between the other roles, by one warp.
 __device__ __forceinline__ void init_handovers(FusedShared& shared, int multipliers,
                                                int token_tiles, int lane) {
-  if (lane < kMaxTeams * kMaxUnits) {
+  if (lane < kMaxTeams * kMaxStrips) {
     shared.handover[lane].init(32);
     shared.taken[lane].init(32);
   }
-  const bool has_inbox = lane < kMaxSplitUnits;
+  const bool has_inbox = lane < kMaxSplitStrips;
   if (has_inbox) shared.inbox[lane].init();
   if (lane == 31) {
     shared.deltas_full.init(32 * kDeltaWarps);
     shared.deltas_empty.init(32 * multipliers);
   }
   __syncwarp();
-  if (has_inbox) shared.inbox[lane].expect(kUnitSumsBytes * token_tiles);
+  if (has_inbox) shared.inbox[lane].expect(kStripSumsBytes * token_tiles);
 }
 
 // The barriers are initialised. The W producer's warp passes by; the others wait for it and for
@@ -52,13 +52,13 @@ __device__ __forceinline__ void wait_for_start() {
 #endif
 
 template <typename T, int kTokenTiles>
-__global__ void __launch_bounds__(32 * fused_warps(kMaxUnits, kTokenTiles), 1)
+__global__ void __launch_bounds__(32 * fused_warps(kMaxStrips, kTokenTiles), 1)
     fused_linear_kernel(const __grid_constant__ FusedParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ unsigned char unaligned[];
   __shared__ FusedShared shared;
   unsigned char* const dynamic = unaligned + (-shared_address(unaligned) & 1023);
-  const int multipliers = multiplier_warps(p.grid.pass_units, kTokenTiles);
+  const int multipliers = multiplier_warps(p.grid.pass_strips, kTokenTiles);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp == multipliers) {
     init_ring(p, shared, multipliers, lane);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32 * fused_warps(kMaxUnits, kTokenTiles), 1)
     if constexpr (is_wide(kTokenTiles)) {
       multiply_wide<T>(p, shared, dynamic);
     } else {
-      multiply_units<T, kTokenTiles>(p, shared, dynamic);
+      multiply_strips<T, kTokenTiles>(p, shared, dynamic);
     }
     return;
   }

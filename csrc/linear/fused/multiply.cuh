@@ -29,14 +29,14 @@ struct Producer {
     return {&p.w[share.slice],
             kEvictFirst,
             p.grid.stage_boxes,
-            p.grid.pass_units * kUnitBoxBytes,
-            p.grid.pass_units * kUnitBoxBytes,
+            p.grid.pass_strips * kStripBoxBytes,
+            p.grid.pass_strips * kStripBoxBytes,
             p.grid.stages,
             p.smem.stage_bytes,
             share.first_box,
             share.num_boxes,
-            share.begin * kUnitRows,
-            p.grid.pass_units * kUnitRows,
+            share.begin * kStripRows,
+            p.grid.pass_strips * kStripRows,
             ring};
   }
 
@@ -53,7 +53,7 @@ struct Producer {
             share.num_boxes,
             0,
             0,
-            ring + p.grid.stage_boxes * p.grid.pass_units * kUnitBoxBytes};
+            ring + p.grid.stage_boxes * p.grid.pass_strips * kStripBoxBytes};
   }
 
   // Loads the next item as soon as its stage is free.
@@ -109,20 +109,20 @@ __device__ __forceinline__ void produce_input(const FusedParams& p, FusedShared&
   for (int item = 0; item < total; ++item) producer.copy(shared);
 }
 
-// A warp's sums of a unit. Lane (g = lane / 4, q = lane % 4) has rows g, g, g + 8, g + 8 of tokens
+// A warp's sums of a strip. Lane (g = lane / 4, q = lane % 4) has rows g, g, g + 8, g + 8 of tokens
 // 2q, 2q + 1, 2q, 2q + 1 of each tile.
 template <int kTiles>
-using UnitSums = float[kTiles][4];
+using StripSums = float[kTiles][4];
 
-// A warp's operands in a box of features, in registers: two units and its team's half of the
-// features, or one unit and both halves.
+// A warp's operands in a box of features, in registers: two strips and its team's half of the
+// features, or one strip and both halves.
 template <typename T, int kTokenTiles>
 struct Operands {
   static constexpr bool kOneHalf = teams(kTokenTiles) > 1;
-  uint4 w[2][2];                           // by unit or half, and by 16 features
+  uint4 w[2][2];                           // by strip or half, and by 16 features
   uint4 x[kOneHalf ? 1 : 2][kTokenTiles];  // by half, and by token tile
 
-  __device__ __forceinline__ void load(const unsigned char* units, const unsigned char* tokens,
+  __device__ __forceinline__ void load(const unsigned char* strips, const unsigned char* tokens,
                                        int team) {
     const int lane = threadIdx.x % 32, row = lane % 16, token = lane % 8;
 #pragma unroll
@@ -139,13 +139,13 @@ struct Operands {
 #pragma unroll
       for (int sum = 0; sum < 2; ++sum) {
         const int piece = (kOneHalf ? team : sum) * 4 + k * 2 + lane / 16;
-        w[sum][k] = ldmatrix_x4(units + (kOneHalf ? sum * kUnitBoxBytes : 0) + row * 128 +
+        w[sum][k] = ldmatrix_x4(strips + (kOneHalf ? sum * kStripBoxBytes : 0) + row * 128 +
                                 ((piece ^ (row % 8)) << 4));
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(UnitSums<kTokenTiles>* sums) const {
+  __device__ __forceinline__ void multiply(StripSums<kTokenTiles>* sums) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
 #pragma unroll
@@ -171,9 +171,9 @@ struct Operands {
   }
 };
 
-// Adds the other block's sums of a unit if this block stores it, and sends its own otherwise.
+// Adds the other block's sums of a strip if this block stores it, and sends its own otherwise.
 // Either way the two blocks' sums are the first to be added to each other. A block waits for every
-// unit that it stores, so it still runs when the other one sends.
+// strip that it stores, so it still runs when the other one sends.
 template <int kTiles>
 __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool stores, int other,
                                               float4* inbox, TransactionBarrier& arrival) {
@@ -194,23 +194,23 @@ __device__ __forceinline__ void exchange_sums(float (&sums)[kTiles][4], bool sto
   const uint32_t barrier = cluster_address(&arrival, other);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    store_cluster(to + tile * kUnitSumsBytes,
+    store_cluster(to + tile * kStripSumsBytes,
                   make_float4(sums[tile][0], sums[tile][1], sums[tile][2], sums[tile][3]), barrier);
   }
 }
 
-// Adds the bias, the deltas and, if it accumulates, y to a unit's sums, rounds once, and stores.
-// `deltas` begin at the unit's first row; null if there are none.
+// Adds the bias, the deltas and, if it accumulates, y to a strip's sums, rounds once, and stores.
+// `deltas` begin at the strip's first row; null if there are none.
 template <typename T, int kTiles>
-__device__ __forceinline__ void store_unit(const aril_forward_args& args,
-                                           const float (&sums)[kTiles][4], const Share& share,
-                                           int unit, const float* deltas, int delta_pitch) {
+__device__ __forceinline__ void store_strip(const aril_forward_args& args,
+                                            const float (&sums)[kTiles][4], const Share& share,
+                                            int strip, const float* deltas, int delta_pitch) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int num_rows = args.out_features[share.slice];
   const aril_outputs outputs = args.y[share.slice];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = unit * kUnitRows + g + 8 * half;
+    const int row = strip * kStripRows + g + 8 * half;
     if (row >= num_rows) continue;
     const float bias = args.bias == nullptr
                            ? 0.0f
@@ -233,9 +233,9 @@ __device__ __forceinline__ void store_unit(const aril_forward_args& args,
   }
 }
 
-// Exchanges units with the other team: adds its sums to this warp's own unit, in sums[0].
+// Exchanges strips with the other team: adds its sums to this warp's own strip, in sums[0].
 template <int kTiles>
-__device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team, int warp,
+__device__ __forceinline__ void add_teams(StripSums<kTiles> (&sums)[2], int team, int warp,
                                           int other, FusedShared& shared, float4* handover,
                                           int pass) {
   const int lane = threadIdx.x % 32;
@@ -264,27 +264,27 @@ __device__ __forceinline__ void add_teams(UnitSums<kTiles> (&sums)[2], int team,
 // A warp's place among the multipliers.
 template <int kTokenTiles>
 struct Multiplier {
-  int warp, team, other;  // `other`: the warp of the other team with the same units
-  int first_unit;         // of the pass; the warp stores unit first_unit + team
+  int warp, team, other;  // `other`: the warp of the other team with the same strips
+  int first_strip;        // of the pass; the warp stores strip first_strip + team
 
-  __device__ __forceinline__ explicit Multiplier(int pass_units) {
+  __device__ __forceinline__ explicit Multiplier(int pass_strips) {
     // Volatile: recomputed by every caller, which costs less than registers held in between.
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const int in_team = team_warps(pass_units, kTokenTiles);
+    const int in_team = team_warps(pass_strips, kTokenTiles);
     warp = thread / 32;
     team = teams(kTokenTiles) > 1 && warp >= in_team ? 1 : 0;
     other = team == 0 ? warp + in_team : warp - in_team;
-    first_unit = (warp - team * in_team) * units_per_warp(kTokenTiles);
+    first_strip = (warp - team * in_team) * strips_per_warp(kTokenTiles);
   }
 };
 
-// Multiplies one warp's units, pass after pass.
+// Multiplies one warp's strips, pass after pass.
 template <typename T, int kTokenTiles>
-__device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared& shared,
-                                               unsigned char* dynamic) {
+__device__ __forceinline__ void multiply_strips(const FusedParams& p, FusedShared& shared,
+                                                unsigned char* dynamic) {
   const Share& share = shared.share;
-  const int lane = threadIdx.x % 32, units = p.grid.pass_units, boxes = p.grid.stage_boxes;
+  const int lane = threadIdx.x % 32, strips = p.grid.pass_strips, boxes = p.grid.stage_boxes;
   using Place = Multiplier<kTokenTiles>;
   constexpr int kTeams = teams(kTokenTiles);
   const bool has_deltas = p.args.weights.table != nullptr;
@@ -292,22 +292,23 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
   const uint32_t zero = p.splits >> 8;  // which the compiler does not know
   int stage = 0;
   uint32_t parity = 0;
-  for (int first = 0, pass = 0; first < p.grid.units; first += units, ++pass) {
+  for (int first = 0, pass = 0; first < p.grid.strips; first += strips, ++pass) {
     float sums[2][kTokenTiles][4] = {};
-    const Place in_loop(units);
+    const Place in_loop(strips);
 #pragma unroll 1
     for (int item = 0; item < items; ++item) {
       shared.full[stage].wait(parity);
       __syncwarp();
       const unsigned char* w =
-          dynamic + stage * p.smem.stage_bytes + in_loop.first_unit * kUnitBoxBytes;
-      const unsigned char* x = dynamic + stage * p.smem.stage_bytes + boxes * units * kUnitBoxBytes;
+          dynamic + stage * p.smem.stage_bytes + in_loop.first_strip * kStripBoxBytes;
+      const unsigned char* x =
+          dynamic + stage * p.smem.stage_bytes + boxes * strips * kStripBoxBytes;
       Operands<T, kTokenTiles> box;
       box.load(w, x, in_loop.team);
       uint32_t bits = box.bits();
       if (boxes > 1) {
         box.multiply(sums);
-        w += units * kUnitBoxBytes;
+        w += strips * kStripBoxBytes;
         x += kTokenTiles * kTokenBoxBytes;
         box.load(w, x, in_loop.team);
         bits |= box.bits();
@@ -321,7 +322,7 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
         parity ^= 1;
       }
     }
-    const Place self(units);
+    const Place self(strips);
     if constexpr (kTeams > 1) {
       // The delta's warps have used this memory.
       if (has_deltas) shared.deltas_full.wait(pass % 2);
@@ -333,25 +334,26 @@ __device__ __forceinline__ void multiply_units(const FusedParams& p, FusedShared
     }
     if (p.splits > 1 && first == 0) wait_for_cluster();
     wait_for_predecessors();
-    const int in_pass = self.first_unit + self.team, in_cluster = first + in_pass;
-    const int unit = share.begin + in_cluster;
-    const bool stores = p.splits == 1 || unit / 2 % 2 == share.split;
-    const bool live = in_pass < units && in_cluster < p.grid.units;
+    const int in_pass = self.first_strip + self.team, in_cluster = first + in_pass;
+    const int strip = share.begin + in_cluster;
+    const bool stores = p.splits == 1 || strip / 2 % 2 == share.split;
+    const bool live = in_pass < strips && in_cluster < p.grid.strips;
     if (p.splits > 1 && live) {
-      const OwnBlocks storing(share.begin / 2, p.splits, unit / 2 % 2);
-      const int place = storing.index_of(unit / 2) * 2 + unit % 2;
+      const OwnUnits storing(share.begin / 2, p.splits, strip / 2 % 2);
+      const int place = storing.index_of(strip / 2) * 2 + strip % 2;
       float4* inbox = reinterpret_cast<float4*>(dynamic + p.smem.inbox) + place * kTokenTiles * 32;
       exchange_sums(sums[0], stores, share.split ^ 1, inbox, shared.inbox[in_cluster]);
     }
     const float* deltas = nullptr;
     if (has_deltas) {
       shared.deltas_full.wait(pass % 2);
-      const OwnBlocks own((share.begin + first) / 2, p.splits, share.split);
-      deltas = reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
-               (own.index_of(unit / 2) * kBlockRows + unit % 2 * kUnitRows) * p.smem.delta_pitch;
+      const OwnUnits own((share.begin + first) / 2, p.splits, share.split);
+      deltas =
+          reinterpret_cast<const float*>(dynamic + p.smem.deltas) +
+          (own.index_of(strip / 2) * ARIL_OUT_UNIT + strip % 2 * kStripRows) * p.smem.delta_pitch;
     }
-    if (stores && live && unit < share.end) {
-      store_unit<T>(p.args, sums[0], share, unit, deltas, p.smem.delta_pitch);
+    if (stores && live && strip < share.end) {
+      store_strip<T>(p.args, sums[0], share, strip, deltas, p.smem.delta_pitch);
     }
     if (has_deltas) {
       // The teams' sums may be overwritten by bulk copies.

@@ -33,8 +33,8 @@ struct GroupCounts {
   }
 };
 
-constexpr int kGroupPart = 64 * kGroupThreads;  // routes that a block reads at a time
-constexpr int kGroupSmemBytes = kGroupPart * 2 + ARIL_MAX_SLOTS * 4;
+constexpr int kGroupRound = 64 * kGroupThreads;  // routes that a block reads at a time
+constexpr int kGroupSmemBytes = kGroupRound * 2 + ARIL_MAX_SLOTS * 4;
 static_assert(kGroupSmemBytes <= 97 << 10, "the smallest devices have 99 KB");
 
 // A bit for each of a thread's kAtOnce times four adjacent routes: whether it may belong to group
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   using Scan = cub::BlockScan<GroupCounts, kGroupThreads, cub::BLOCK_SCAN_WARP_SCANS>;
   using Reduce = cub::BlockReduce<GroupCounts, kGroupThreads, cub::BLOCK_REDUCE_WARP_REDUCTIONS>;
   constexpr int kSmallTile = ARIL_ROUTES_PER_TILE, kWideTile = ARIL_WIDE_TILE;
-  constexpr int kAtOnce = 4, kPart = kGroupPart;
-  static_assert(kPart <= 1 << 16 && kPart % (4 * kAtOnce * kGroupThreads) == 0);
+  constexpr int kAtOnce = 4, kRound = kGroupRound;
+  static_assert(kRound <= 1 << 16 && kRound % (4 * kAtOnce * kGroupThreads) == 0);
   __shared__ union {
     typename Scan::TempStorage scan;
     typename Reduce::TempStorage reduce;
@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   __shared__ uint32_t epoch;
   __shared__ GroupCounts of_others;
   __shared__ int num_listed;
-  // Candidates of a part of the routes; then, for each slot, its routes, later where its next route
+  // Candidates of a round of routes; then, for each slot, its routes, later where its next route
   // goes. Groups without slots count in slot 0.
   extern __shared__ __align__(16) unsigned char group_shared[];
   uint16_t* const listed = reinterpret_cast<uint16_t*>(group_shared);
-  int* const of_slots = reinterpret_cast<int*>(listed + kPart);
+  int* const of_slots = reinterpret_cast<int*>(listed + kRound);
   const int mine = blockIdx.x, top_k = p.top_k.top_k, num_experts = p.top_k.num_experts;
   const bool has_slots = mine < num_experts;
   const int num_slots = has_slots ? p.num_slots : 1;
@@ -115,17 +115,17 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   const bool vectors = reinterpret_cast<uintptr_t>(p.top_k.ids) % 16 == 0;
   const auto slot_of = [&](int route) { return p.routing.slots[route / top_k]; };
   const auto list = [&](int i) { listed[atomicAdd(&num_listed, 1)] = i; };
-  const auto list_part = [&](int first) {
+  const auto list_round = [&](int first) {
     __syncthreads();
     if (threadIdx.x == 0) num_listed = 0;
     __syncthreads();
     if (mine == num_experts) {
 #pragma unroll 4
-      for (int i = threadIdx.x; i < min(num_routes - first, kPart); i += kGroupThreads) {
+      for (int i = threadIdx.x; i < min(num_routes - first, kRound); i += kGroupThreads) {
         if (slot_of(first + i) < 0) list(i);
       }
     } else {
-      const int last = min(num_routes, first + kPart);
+      const int last = min(num_routes, first + kRound);
 #pragma unroll 1
       for (int begin = first; begin < last; begin += 4 * kAtOnce * kGroupThreads) {
         const auto route_of = [&](int j) {
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
   };
   const auto for_own_routes = [&](bool is_listed, auto f) {
 #pragma unroll 1
-    for (int first = 0; first < num_routes; first += kPart) {
-      if (!is_listed) list_part(first);
+    for (int first = 0; first < num_routes; first += kRound) {
+      if (!is_listed) list_round(first);
       for (int i = threadIdx.x; i < num_listed; i += kGroupThreads) {
         const int route = first + listed[i], slot = slot_of(route);
         const int row = row_of(p.top_k, p.num_tokens, route);
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
         first = load_tagged(words + ARIL_GROUP_WORDS * other);
         second = load_tagged(words + ARIL_GROUP_WORDS * other + 2);
       }
-      const bool came = other >= mine || (first.epoch0 == epoch && first.epoch1 == epoch &&
-                                          second.epoch0 == epoch);
+      const bool came = other >= mine ||
+                        (first.epoch0 == epoch && first.epoch1 == epoch && second.epoch0 == epoch);
       if (__all_sync(0xffffffffu, came)) break;
       polls.count();
     }
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     if (threadIdx.x == 0) of_slots[0] = 0;
   }
   __syncthreads();
-  for_own_routes(num_routes <= kPart, [&](int route, int slot) {
+  for_own_routes(num_routes <= kRound, [&](int route, int slot) {
     p.groups.routes[others.routes + atomicAdd(&of_slots[slot], 1)] =
         entry_of(p.top_k, p.routing, p.num_tokens, route);
   });

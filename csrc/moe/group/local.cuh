@@ -39,29 +39,29 @@ class LocalTiles {
     // the batch's order.
     if (live_tokens > p.num_tokens || bytes > scratch_bytes) return -1;
 
-    // The loads of all parts are issued before the first use.
-    int place[kParts], choice[kParts], token[kParts], slot[kParts], slot_before[kParts];
+    // The loads of all rounds are issued before the first use.
+    int place[kRounds], choice[kRounds], token[kRounds], slot[kRounds], slot_before[kRounds];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int i = part * kExpertsThreads + static_cast<int>(threadIdx.x);
-      place[part] = i / p.top_k.top_k;
-      choice[part] = i % p.top_k.top_k;
-      token[part] = place[part] < live_tokens ? p.routing.tokens[place[part]] : -1;
-      slot_before[part] =
-          place[part] < live_tokens && place[part] > 0 ? p.routing.tokens[place[part] - 1] : -1;
+    for (int round = 0; round < kRounds; ++round) {
+      const int i = round * kExpertsThreads + static_cast<int>(threadIdx.x);
+      place[round] = i / p.top_k.top_k;
+      choice[round] = i % p.top_k.top_k;
+      token[round] = place[round] < live_tokens ? p.routing.tokens[place[round]] : -1;
+      slot_before[round] =
+          place[round] < live_tokens && place[round] > 0 ? p.routing.tokens[place[round] - 1] : -1;
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      slot[part] = token[part] < 0 ? -1 : p.routing.slots[token[part]];
-      slot_before[part] = slot_before[part] < 0 ? -1 : p.routing.slots[slot_before[part]];
+    for (int round = 0; round < kRounds; ++round) {
+      slot[round] = token[round] < 0 ? -1 : p.routing.slots[token[round]];
+      slot_before[round] = slot_before[round] < 0 ? -1 : p.routing.slots[slot_before[round]];
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_bits; i += kExpertsThreads) firsts[i] = 0;
     __syncthreads();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (choice[part] > 0 || slot[part] == slot_before[part]) continue;
-      atomicOr(&firsts[place[part] / 32], 1u << place[part] % 32);
+    for (int round = 0; round < kRounds; ++round) {
+      if (choice[round] > 0 || slot[round] == slot_before[round]) continue;
+      atomicOr(&firsts[place[round] / 32], 1u << place[round] % 32);
     }
     __syncthreads();
 #pragma unroll 1
@@ -70,41 +70,42 @@ class LocalTiles {
     }
     wait_for_inputs(p);
 
-    int expert[kParts];
+    int expert[kRounds];
     bool is_twice = false;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      expert[part] = slot[part] < 0 ? -1 : id_of(p.top_k, token[part] * p.top_k.top_k + choice[part]);
+    for (int round = 0; round < kRounds; ++round) {
+      expert[round] =
+          slot[round] < 0 ? -1 : id_of(p.top_k, token[round] * p.top_k.top_k + choice[round]);
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const bool is_here = static_cast<unsigned>(expert[part]) < num_experts;
-      const int route = token[part] * p.top_k.top_k + choice[part];
-      if (!is_here || row_of(p.top_k, p.num_tokens, route) == kNowhere) expert[part] = -1;
-      if (expert[part] < 0) continue;
-      const uint32_t bit = 1u << place[part] % 32;
-      const uint32_t others = atomicOr(&bits[expert[part] * words + place[part] / 32], bit);
+    for (int round = 0; round < kRounds; ++round) {
+      const bool is_here = static_cast<unsigned>(expert[round]) < num_experts;
+      const int route = token[round] * p.top_k.top_k + choice[round];
+      if (!is_here || row_of(p.top_k, p.num_tokens, route) == kNowhere) expert[round] = -1;
+      if (expert[round] < 0) continue;
+      const uint32_t bit = 1u << place[round] % 32;
+      const uint32_t others = atomicOr(&bits[expert[round] * words + place[round] / 32], bit);
       is_twice = is_twice || (others & bit) != 0;
     }
     if (__syncthreads_or(is_twice)) return -1;
     // Earlier routes to the same expert; those of the same slot among them; all of that slot.
-    int before[kParts], before_of_slot[kParts], of_slot[kParts];
+    int before[kRounds], before_of_slot[kRounds], of_slot[kRounds];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      before[part] = before_of_slot[part] = of_slot[part] = 0;
-      if (expert[part] < 0) continue;
-      const uint32_t* const own = bits + expert[part] * words;
-      const int begin = spans[place[part]] >> 16, end = spans[place[part]] & 0xffff;
+    for (int round = 0; round < kRounds; ++round) {
+      before[round] = before_of_slot[round] = of_slot[round] = 0;
+      if (expert[round] < 0) continue;
+      const uint32_t* const own = bits + expert[round] * words;
+      const int begin = spans[place[round]] >> 16, end = spans[place[round]] & 0xffff;
 #pragma unroll 1
       for (int i = 0; i * 32 < end; ++i) {
-        const uint32_t lower = own[i] & below(i, place[part]), others = below(i, begin);
-        before[part] += __popc(lower);
-        before_of_slot[part] += __popc(lower & ~others);
-        of_slot[part] += __popc(own[i] & below(i, end) & ~others);
+        const uint32_t lower = own[i] & below(i, place[round]), others = below(i, begin);
+        before[round] += __popc(lower);
+        before_of_slot[round] += __popc(lower & ~others);
+        of_slot[round] += __popc(own[i] & below(i, end) & ~others);
       }
     }
-    const auto leads = [&](int part) {
-      return expert[part] >= 0 && before_of_slot[part] % ARIL_ROUTES_PER_TILE == 0;
+    const auto leads = [&](int round) {
+      return expert[round] >= 0 && before_of_slot[round] % ARIL_ROUTES_PER_TILE == 0;
     };
 
     // Low half: routes of the thread's experts. High half: tiles that begin with its routes.
@@ -120,7 +121,7 @@ class LocalTiles {
       begin += begins[i];
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) begin += leads(part) << 16;
+    for (int round = 0; round < kRounds; ++round) begin += leads(round) << 16;
     Scan(scan).ExclusiveSum(begin, begin, total);
 #pragma unroll 1
     for (int i = first_expert; i < last_expert; ++i) {
@@ -131,13 +132,13 @@ class LocalTiles {
     __syncthreads();
     int tile = begin >> 16;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (expert[part] < 0) continue;
-      const int at = begins[expert[part]] + before[part];
-      routes_[at] = token[part] * p.top_k.top_k + choice[part];
-      if (!leads(part)) continue;
-      const int count = min(of_slot[part] - before_of_slot[part], ARIL_ROUTES_PER_TILE);
-      tiles_[tile++] = make_uint2(slot[part], expert[part] << 16 | at << kCountBits | count);
+    for (int round = 0; round < kRounds; ++round) {
+      if (expert[round] < 0) continue;
+      const int at = begins[expert[round]] + before[round];
+      routes_[at] = token[round] * p.top_k.top_k + choice[round];
+      if (!leads(round)) continue;
+      const int count = min(of_slot[round] - before_of_slot[round], ARIL_ROUTES_PER_TILE);
+      tiles_[tile++] = make_uint2(slot[round], expert[round] << 16 | at << kCountBits | count);
     }
     __syncthreads();
     return total >> 16;
@@ -153,7 +154,7 @@ class LocalTiles {
   __device__ __forceinline__ int route(int i) const { return routes_[i]; }
 
  private:
-  static constexpr int kParts = ARIL_ONE_BLOCK_ROUTES / kExpertsThreads;  // of the routes
+  static constexpr int kRounds = ARIL_ONE_BLOCK_ROUTES / kExpertsThreads;  // of the routes
   static constexpr int kCountBits = 4;
   static_assert(ARIL_ONE_BLOCK_ROUTES < 1 << 16 && ARIL_MAX_EXPERTS <= 1 << 16);
   static_assert(ARIL_ONE_BLOCK_ROUTES << kCountBits <= 1 << 16 &&

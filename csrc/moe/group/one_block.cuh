@@ -5,8 +5,8 @@
 //
 // A counting sort by expert over tokens in the order of their slots leaves the routes of a slot
 // together, except among the 32 that a warp takes at once, whose order is arbitrary: at worst a
-// slot has one tile more. Each warp counts its routes by group in one byte, and a scan turns the
-// counts into places. Bound: latency; expand waits for it.
+// slot has one tile more. Each warp counts its routes by group in one byte, and a scan makes
+// places of the counts. Bound: latency; expand waits for it.
 //
 // run() is one long body: moving the search of tiles out of it changes the machine code.
 #pragma once
@@ -26,7 +26,8 @@ class OneBlockSort {
   __host__ __device__ __forceinline__ static int scratch_bytes(int num_tokens,
                                                                const aril_top_k& top_k) {
     constexpr int kRouteBytes = sizeof(uint32_t) + sizeof(aril_route_entry);
-    return counted_bytes(parts_of(num_tokens, top_k), top_k) + ARIL_ONE_BLOCK_ROUTES * kRouteBytes +
+    return counted_bytes(rounds_of(num_tokens, top_k), top_k) +
+           ARIL_ONE_BLOCK_ROUTES * kRouteBytes +
            (ARIL_ONE_BLOCK_ROUTES + 1) * static_cast<int>(sizeof(uint16_t));
   }
 
@@ -42,11 +43,11 @@ class OneBlockSort {
     __shared__ int num_with_slot;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const unsigned lanes_before = (1u << lane) - 1;
-    const int parts = parts_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
-    // [groups][parts], with one byte for each warp in `counts`
+    const int rounds = rounds_of(num_tokens, top_k), num_groups = top_k.num_experts + 2;
+    // [groups][rounds], with one byte for each warp in `counts`
     uint64_t* const counts = reinterpret_cast<uint64_t*>(scratch);
-    uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * parts);
-    uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(parts, top_k));
+    uint16_t* const begins = reinterpret_cast<uint16_t*>(counts + num_groups * rounds);
+    uint32_t* const keys = reinterpret_cast<uint32_t*>(scratch + counted_bytes(rounds, top_k));
     // Sorted in shared memory first: scattered stores of 16 bytes to global memory are slow. (H100:
     // up to 3 us)
     aril_route_entry* const routes =
@@ -58,46 +59,46 @@ class OneBlockSort {
     const int live_tokens = *routing.num_tokens;
     const bool by_slot = live_tokens > 0 && live_tokens <= num_tokens;
     const int num_routes = min(live_tokens, num_tokens) * top_k.top_k;
-    // The loads of all parts are issued before the first use.
-    int route[kParts], slot[kParts], group[kParts], at[kParts];
-    aril_route_entry entry[kParts];
-    const auto place_of = [&](int part) {
-      const int i = part * kThreads + thread;
+    // The loads of all rounds are issued before the first use.
+    int route[kRounds], slot[kRounds], group[kRounds], at[kRounds];
+    aril_route_entry entry[kRounds];
+    const auto place_of = [&](int round) {
+      const int i = round * kThreads + thread;
       return (i < num_routes ? i : 0) / top_k.top_k;
     };
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int place = place_of(part);
-      route[part] = by_slot ? routing.tokens[place] : place;
+    for (int round = 0; round < kRounds; ++round) {
+      const int place = place_of(round);
+      route[round] = by_slot ? routing.tokens[place] : place;
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int i = part * kThreads + thread;
-      slot[part] = routing.slots[route[part]];
+    for (int round = 0; round < kRounds; ++round) {
+      const int i = round * kThreads + thread;
+      slot[round] = routing.slots[route[round]];
       // Threads without a route load the first one.
-      route[part] = i < num_routes ? i + (route[part] - place_of(part)) * top_k.top_k : 0;
+      route[round] = i < num_routes ? i + (route[round] - place_of(round)) * top_k.top_k : 0;
     }
-    for (int i = thread; i < num_groups * parts; i += kThreads) counts[i] = 0;
+    for (int i = thread; i < num_groups * rounds; i += kThreads) counts[i] = 0;
     wait_for_inputs(p);
     __syncthreads();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      entry[part] = entry_of(top_k, routing, num_tokens, route[part]);
-      group[part] = id_of(top_k, route[part]);
+    for (int round = 0; round < kRounds; ++round) {
+      entry[round] = entry_of(top_k, routing, num_tokens, route[round]);
+      group[round] = id_of(top_k, route[round]);
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      group[part] = group_of(top_k, group[part], entry[part].row, slot[part]);
-      if (part * kThreads + thread >= num_routes) group[part] = kNowhere;
-      if (group[part] >= top_k.num_experts) slot[part] = -1;
+    for (int round = 0; round < kRounds; ++round) {
+      group[round] = group_of(top_k, group[round], entry[round].row, slot[round]);
+      if (round * kThreads + thread >= num_routes) group[round] = kNowhere;
+      if (group[round] >= top_k.num_experts) slot[round] = -1;
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (group[part] == kNowhere) continue;
+    for (int round = 0; round < kRounds; ++round) {
+      if (group[round] == kNowhere) continue;
       const int shift = warp % 4 * 8;
       uint32_t* const word =
-          reinterpret_cast<uint32_t*>(counts + group[part] * parts + part) + warp / 4;
-      at[part] = atomicAdd(word, 1u << shift) >> shift & 0xff;
+          reinterpret_cast<uint32_t*>(counts + group[round] * rounds + round) + warp / 4;
+      at[round] = atomicAdd(word, 1u << shift) >> shift & 0xff;
     }
     __syncthreads();
 
@@ -105,9 +106,9 @@ class OneBlockSort {
     const int first_group = min(thread * groups_per_thread, num_groups);
     const int last_group = min(first_group + groups_per_thread, num_groups);
     int begin = 0, num_sorted;
-    for (int i = first_group * parts; i < last_group * parts; ++i) begin += sum_of(counts[i]);
+    for (int i = first_group * rounds; i < last_group * rounds; ++i) begin += sum_of(counts[i]);
     Scan(scan).ExclusiveSum(begin, begin, num_sorted);
-    for (int i = first_group * parts; i < last_group * parts; ++i) {
+    for (int i = first_group * rounds; i < last_group * rounds; ++i) {
       const uint64_t own = counts[i];
       begins[i] = begin;
       // Each byte becomes the sum of the bytes below it, at most 7 * 32.
@@ -116,14 +117,14 @@ class OneBlockSort {
     }
     __syncthreads();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (group[part] == kNowhere) continue;
-      const int i = group[part] * parts + part;
-      at[part] += begins[i] + reinterpret_cast<const uint8_t*>(counts + i)[warp];
-      keys[at[part]] = group[part] << kSlotBits | (slot[part] + 1);
-      routes[at[part]] = entry[part];
+    for (int round = 0; round < kRounds; ++round) {
+      if (group[round] == kNowhere) continue;
+      const int i = group[round] * rounds + round;
+      at[round] += begins[i] + reinterpret_cast<const uint8_t*>(counts + i)[warp];
+      keys[at[round]] = group[round] << kSlotBits | (slot[round] + 1);
+      routes[at[round]] = entry[round];
     }
-    const int without_slot = begins[top_k.num_experts * parts];
+    const int without_slot = begins[top_k.num_experts * rounds];
     __syncthreads();
 
     for (int i = thread; i < num_sorted; i += kThreads) {
@@ -131,42 +132,42 @@ class OneBlockSort {
     }
     // Where the route's slot and expert begin: in its row of 32, or in the last row that has a
     // beginning.
-    const auto row_of = [&](int part) { return part * (kThreads / 32) + warp; };
-    int first[kParts];
+    const auto row_of = [&](int round) { return round * (kThreads / 32) + warp; };
+    int first[kRounds];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part >= parts) break;
-      const int i = part * kThreads + thread;
+    for (int round = 0; round < kRounds; ++round) {
+      if (round >= rounds) break;
+      const int i = round * kThreads + thread;
       const bool begins_here = i < num_sorted && (i == 0 || keys[i] != keys[i - 1]);
       const unsigned all = __ballot_sync(kAll, begins_here);
       const unsigned up_to = all & (lanes_before | 1u << lane);
-      first[part] = up_to == 0 ? -1 : row_of(part) * 32 + 31 - __clz(up_to);
+      first[round] = up_to == 0 ? -1 : row_of(round) * 32 + 31 - __clz(up_to);
       if (lane == 0)
-        last_firsts[row_of(part)] = all == 0 ? -1 : row_of(part) * 32 + 31 - __clz(all);
+        last_firsts[row_of(round)] = all == 0 ? -1 : row_of(round) * 32 + 31 - __clz(all);
     }
     __syncthreads();
-    unsigned leads[kParts];
+    unsigned leads[kRounds];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part >= parts) break;
-      const int i = part * kThreads + thread;
-      const int before = __reduce_max_sync(kAll, lane < row_of(part) ? last_firsts[lane] : -1);
-      leads[part] = __ballot_sync(
-          kAll, i < num_sorted && (i - max(first[part], before)) % ARIL_ROUTES_PER_TILE == 0);
-      if (lane == 0) leaders[row_of(part)] = __popc(leads[part]);
+    for (int round = 0; round < kRounds; ++round) {
+      if (round >= rounds) break;
+      const int i = round * kThreads + thread;
+      const int before = __reduce_max_sync(kAll, lane < row_of(round) ? last_firsts[lane] : -1);
+      leads[round] = __ballot_sync(
+          kAll, i < num_sorted && (i - max(first[round], before)) % ARIL_ROUTES_PER_TILE == 0);
+      if (lane == 0) leaders[row_of(round)] = __popc(leads[round]);
     }
     __syncthreads();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part >= parts) break;
-      const int i = part * kThreads + thread;
-      const int tile = __reduce_add_sync(kAll, lane < row_of(part) ? leaders[lane] : 0) +
-                       __popc(leads[part] & lanes_before);
-      if (leads[part] >> lane & 1) begins_of_tiles[tile] = i;
+    for (int round = 0; round < kRounds; ++round) {
+      if (round >= rounds) break;
+      const int i = round * kThreads + thread;
+      const int tile = __reduce_add_sync(kAll, lane < row_of(round) ? leaders[lane] : 0) +
+                       __popc(leads[round] & lanes_before);
+      if (leads[round] >> lane & 1) begins_of_tiles[tile] = i;
       if (i == without_slot && i < num_sorted) num_with_slot = tile;
     }
     const int num_tiles =
-        __reduce_add_sync(kAll, lane < parts * (kThreads / 32) ? leaders[lane] : 0);
+        __reduce_add_sync(kAll, lane < rounds * (kThreads / 32) ? leaders[lane] : 0);
     if (thread == 0) {
       begins_of_tiles[num_tiles] = num_sorted;
       if (without_slot == num_sorted) num_with_slot = num_tiles;
@@ -183,20 +184,22 @@ class OneBlockSort {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kParts =
+  static constexpr int kRounds =
       ARIL_ONE_BLOCK_ROUTES / kThreads;  // of the routes, one for each thread
   static constexpr int kRows = ARIL_ONE_BLOCK_ROUTES / 32;
   static constexpr int kSlotBits = 14;
   static_assert(kThreads / 32 == sizeof(uint64_t) && kRows <= 32);
   static_assert(ARIL_MAX_SLOTS < 1 << kSlotBits && ARIL_MAX_EXPERTS + 2 < 1 << (32 - kSlotBits));
 
-  __host__ __device__ __forceinline__ static int counted_bytes(int parts, const aril_top_k& top_k) {
+  __host__ __device__ __forceinline__ static int counted_bytes(int rounds,
+                                                               const aril_top_k& top_k) {
     const int bytes =
-        (top_k.num_experts + 2) * parts * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
+        (top_k.num_experts + 2) * rounds * static_cast<int>(sizeof(uint64_t) + sizeof(uint16_t));
     return ceil_div(bytes, 16) * 16;
   }
 
-  __host__ __device__ __forceinline__ static int parts_of(int num_tokens, const aril_top_k& top_k) {
+  __host__ __device__ __forceinline__ static int rounds_of(int num_tokens,
+                                                           const aril_top_k& top_k) {
     return ceil_div(num_tokens * top_k.top_k, kThreads);
   }
 

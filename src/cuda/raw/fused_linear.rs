@@ -72,7 +72,7 @@ impl FusedLinear {
             dtype: dtype_code(dtype),
             in_features: int(site.in_features())?,
             splits: int(plan.splits())?,
-            units: int(plan.units())?,
+            strips: int(plan.strips())?,
             trigger_boxes: int(ForwardPlan::TRIGGER_BOXES)?,
             rings,
             num_slices: int(slices.len())?,
@@ -81,7 +81,7 @@ impl FusedLinear {
             strides,
         };
         let mut map =
-            ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, units: 0, trigger_boxes: 0, rings };
+            ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, strips: 0, trigger_boxes: 0, rings };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
