@@ -1,6 +1,8 @@
+use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
+
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-use super::{Matrix, MatrixMut, Step, WeightTable, activation, factors::Factors};
+use super::{Matrix, MatrixMut, Step, WeightTable, factors::Factors};
 use crate::{
     Element,
     contract::{self, ExpertsForm},
@@ -183,7 +185,7 @@ impl LoraExperts {
             deltas.each(route, |column, delta| sums[column] += delta);
             for (feature, out) in out.iter_mut().enumerate() {
                 let value = |(first, step)| sums[first + feature * step];
-                *out = T::from_f32(activation::apply(activation, gate.map(value), value(up)));
+                *out = T::from_f32(activated(activation, gate.map(value), value(up)));
             }
         });
         Ok(())
@@ -405,4 +407,38 @@ impl<T: Element> Deltas<'_, T> {
     fn features(&self) -> usize {
         self.projection.out_features() / self.projection.num_slices()
     }
+}
+
+/// Applies an activation to one feature of gate (if there is one) and up. NaN propagates.
+pub(super) fn activated(activation: Activation, gate: Option<f32>, up: f32) -> f32 {
+    // Ungated experts activate `up`.
+    let (x, up) = gate.map_or((up, 1.0), |gate| (gate, up));
+    match activation {
+        Activation::Gelu => 0.5 * x * (1.0 + libm::erff(x * FRAC_1_SQRT_2)) * up,
+        Activation::GeluTanh => {
+            let inner = FRAC_2_PI.sqrt() * (x + 0.044_715 * x * x * x);
+            0.5 * x * (1.0 + inner.tanh()) * up
+        }
+        Activation::Relu2 => {
+            let x = at_least(x, 0.0);
+            x * x * up
+        }
+        Activation::Silu => x * sigmoid(x) * up,
+        Activation::SwigluOai { alpha, limit } => {
+            let (x, up) = (at_most(x, limit), at_least(at_most(up, limit), -limit));
+            x * sigmoid(alpha * x) * (up + 1.0)
+        }
+    }
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+fn at_least(x: f32, limit: f32) -> f32 {
+    if x < limit { limit } else { x }
+}
+
+fn at_most(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
 }

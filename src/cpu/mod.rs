@@ -5,8 +5,6 @@
 //! [`step`](WeightTable::step) takes a batch as it is, where a GPU's takes what its routing returns. A token's result does not depend on the
 //! rest of the batch.
 
-mod activation;
-mod embedding;
 mod experts;
 mod factors;
 mod fully_sharded;
@@ -19,11 +17,10 @@ mod table;
 mod upload;
 
 pub use self::{
-    embedding::LoraEmbedding,
     experts::LoraExperts,
     fully_sharded::FullyShardedLinear,
     fused_linear::FusedLinear,
-    linear::{LoraLinear, Shrunk},
+    linear::{LoraEmbedding, LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::{AdapterPool, Tiers},
     step::{Step, Workspace},

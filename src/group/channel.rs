@@ -1,4 +1,10 @@
-use std::fmt;
+//! The engine's channel between ranks, and that of the threads of one process.
+
+use std::{
+    fmt,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use crate::model::TpRank;
 
@@ -70,6 +76,98 @@ impl fmt::Display for Numbers<'_> {
                 write!(f, "ranks {first}")?;
                 rest.iter().try_for_each(|rank| write!(f, ", {rank}"))
             }
+        }
+    }
+}
+
+/// The channel between the ranks of one process, each on a thread of its own.
+///
+/// Either all ranks of an exchange get all messages, or all get the same error. If a rank is dropped, the others get an error at once.
+/// If it neither calls nor is dropped, they get one after the time limit. The channel is broken after an error.
+#[derive(Debug)]
+pub struct InProcess {
+    tp: TpRank,
+    time_limit: Duration,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Number of completed exchanges.
+    completed: u64,
+    /// Messages of the current exchange, by rank.
+    messages: Vec<Option<Message>>,
+    /// Messages of the last completed exchange. A rank reads them before it sends its next one, so none is overwritten unread.
+    last: Vec<Message>,
+    broken: Option<ChannelError>,
+}
+
+impl InProcess {
+    /// The channels of `size` ranks, by rank. In an exchange, a rank waits for the others up to `time_limit`, while they may open and
+    /// fill an adapter.
+    pub fn group(size: usize, time_limit: Duration) -> Vec<Self> {
+        let state = State { completed: 0, messages: vec![None; size], last: Vec::new(), broken: None };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
+        let ranks = (0..size).filter_map(|rank| TpRank::new(rank, size).ok());
+        ranks.map(|tp| Self { tp, time_limit, shared: Arc::clone(&shared) }).collect()
+    }
+
+    /// Locks the state. No panic can leave it inconsistent, because none happens under the lock.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fail(&self, state: &mut State, ranks: Vec<usize>, reason: String) -> ChannelError {
+        self.shared.changed.notify_all();
+        state.broken.insert(ChannelError { ranks, reason }).clone()
+    }
+}
+
+impl Ranks for InProcess {
+    fn tp(&self) -> TpRank {
+        self.tp
+    }
+
+    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+        let mut state = self.lock();
+        if let Some(broken) = &state.broken {
+            return Err(broken.clone());
+        }
+        let exchange = state.completed;
+        state.messages[self.tp.rank()] = Some(*message);
+        if state.messages.iter().all(Option::is_some) {
+            state.last = state.messages.iter_mut().filter_map(Option::take).collect();
+            state.completed += 1;
+            self.shared.changed.notify_all();
+            return Ok(state.last.clone());
+        }
+        let is_open = |state: &mut State| state.completed == exchange && state.broken.is_none();
+        let waited = self.shared.changed.wait_timeout_while(state, self.time_limit, is_open);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.completed != exchange {
+            return Ok(state.last.clone());
+        }
+        if let Some(broken) = &state.broken {
+            return Err(broken.clone());
+        }
+        let silent = state.messages.iter().enumerate().filter(|(_, message)| message.is_none());
+        let silent = silent.map(|(rank, _)| rank).collect();
+        let reason = format!("no answer within {:?}", self.time_limit);
+        Err(self.fail(&mut state, silent, reason))
+    }
+}
+
+impl Drop for InProcess {
+    fn drop(&mut self) {
+        let mut state = self.lock();
+        if state.broken.is_none() {
+            self.fail(&mut state, vec![self.tp.rank()], "left the group".to_owned());
         }
     }
 }

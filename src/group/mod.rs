@@ -52,16 +52,14 @@
 
 mod channel;
 mod error;
-mod in_process;
 mod load;
 pub(crate) mod pool;
 mod table;
 mod verdict;
 
 pub use self::{
-    channel::{ChannelError, Message, Ranks},
+    channel::{ChannelError, InProcess, Message, Ranks},
     error::{GroupError, Phase, RankFailure},
-    in_process::InProcess,
     load::{Group, Prepared},
     pool::{GroupPool, OnRanks},
     table::Table,

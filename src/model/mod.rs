@@ -24,10 +24,8 @@
 mod cut;
 mod embedding;
 mod error;
-mod exchange;
 mod experts;
 mod linear;
-mod part;
 mod shard;
 mod spec;
 
@@ -37,13 +35,11 @@ pub(crate) use self::{
     shard::{ModelId, Target},
 };
 pub use self::{
-    cut::{Parallel, TpRank},
+    cut::{Parallel, Part, TpRank},
     embedding::EmbeddingSite,
     error::SpecError,
-    exchange::{Collective, Exchange},
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
-    linear::{Linear, LinearSite, SliceSite},
-    part::Part,
+    linear::{Collective, Exchange, Linear, LinearSite, SliceSite},
     shard::{EmbeddingId, ExpertsId, LinearId, Model, Shard},
     spec::ModelSpec,
 };

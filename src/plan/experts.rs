@@ -3,11 +3,10 @@
 use std::fmt;
 
 use super::{
+    Device, WorkspaceBytes,
     capacity::{Capacity, RouteCapacity},
-    device::Device,
     error::PlanError,
     thresholds::{GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, is_staged},
-    workspace::WorkspaceBytes,
 };
 #[cfg(any(feature = "cuda", test))]
 use super::{

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use super::{
+    Device, WorkspaceBytes,
     capacity::{Capacity, limit},
-    device::Device,
     error::PlanError,
     ring::{Grid, Ring},
     thresholds::{
@@ -14,7 +14,6 @@ use super::{
             TOKENS_WITHOUT_WGMMA,
         },
     },
-    workspace::WorkspaceBytes,
 };
 use crate::{
     DType,

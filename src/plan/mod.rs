@@ -4,20 +4,18 @@
 //! matches the kernels that it is for.
 
 mod capacity;
-mod device;
 mod error;
 mod experts;
 mod forward;
 mod linear;
-mod mode;
 mod ring;
 #[cfg(any(feature = "cuda", test))]
 mod shared_memory;
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 mod thresholds;
-mod workspace;
 
 pub(crate) use self::linear::check_outputs;
+use self::thresholds::{MAILBOX_HEADER, WORD_BYTES};
 #[cfg(feature = "cuda")]
 pub(crate) use self::{
     capacity::limit,
@@ -28,12 +26,65 @@ pub(crate) use self::{
 };
 pub use self::{
     capacity::{Capacity, RouteCapacity},
-    device::Device,
     error::PlanError,
     experts::{ExpertsPlan, ProjectionPlan},
     forward::ForwardPlan,
-    linear::LinearPlan,
-    mode::Mode,
+    linear::{LinearPlan, Mode},
     thresholds::{MAX_FORWARD_TOKENS, MAX_SLOTS},
-    workspace::WorkspaceBytes,
 };
+use crate::extent::product;
+
+/// What plans ask of a device.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Device {
+    /// Major and minor compute capability.
+    pub compute_capability: (i32, i32),
+    /// Multiprocessors: `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`. Grids of linear layers and experts are sized for so many.
+    pub multiprocessors: usize,
+    /// The most shared memory that a thread block may have, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`.
+    pub shared_bytes: usize,
+    /// Shared memory of a multiprocessor, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR`.
+    pub shared_bytes_per_multiprocessor: usize,
+    /// Of which the system takes so many for each thread block: `CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK`.
+    pub reserved_shared_bytes: usize,
+}
+
+impl Device {
+    /// NVIDIA H100 SXM and H200.
+    pub const H100: Self = Self {
+        compute_capability: (9, 0),
+        multiprocessors: 132,
+        shared_bytes: 227 << 10,
+        shared_bytes_per_multiprocessor: 228 << 10,
+        reserved_shared_bytes: 1 << 10,
+    };
+
+    /// With one multiprocessor, if it has none.
+    pub(super) fn with_one(self) -> Self {
+        Self { multiprocessors: self.multiprocessors.max(1), ..self }
+    }
+}
+
+/// Sizes of a workspace, in bytes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct WorkspaceBytes {
+    /// Mailboxes between the blocks of one launch: partial sums of `A x`, each tagged with its launch. The memory must be zero
+    /// before its first use, and only the kernels may write it.
+    pub mailbox: usize,
+    /// Partial sums of `A x` that one launch leaves for the next. The memory may hold anything.
+    pub partials: usize,
+}
+
+impl WorkspaceBytes {
+    /// Size of a mailbox for this many sums.
+    pub(super) const fn mailbox_of(sums: usize) -> usize {
+        product(&[sums, WORD_BYTES]).saturating_add(MAILBOX_HEADER)
+    }
+
+    /// The larger of both, for each of the two sizes.
+    #[must_use]
+    pub fn max(self, other: Self) -> Self {
+        Self { mailbox: self.mailbox.max(other.mailbox), partials: self.partials.max(other.partials) }
+    }
+}

@@ -1,7 +1,7 @@
 //! Shared memory of thread blocks, in bytes, as the kernels of `csrc` divide it. Each launch checks that it has enough.
 
 use super::{
-    device::Device,
+    Device,
     thresholds::{
         K_TILE, K_TILES_PER_SLAB, OUT_TILE, RANK_TILE, ROUTES_PER_TILE, STATIC_BYTES, TOKENS_PER_TILE, WARPS,
         WIDE_TILE, is_staged, linear::LARGE_M_OUTS,

@@ -4,32 +4,28 @@
 
 mod adapter_pool;
 mod backend;
-mod config;
 mod core;
 mod counters;
 mod error;
 mod handles;
-mod id;
 mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod simulated;
 mod source;
 
-pub use self::{
-    adapter_pool::AdapterPool,
-    backend::Backend,
-    config::PoolConfig,
-    counters::{Counters, Residency, Snapshot, Tier},
-    error::PoolError,
-    handles::{Lease, Load, Version},
-    id::{AdapterId, CacheNamespace, StreamId},
-    simulated::{Simulated, SimulatedPool, Work},
-    source::Source,
-};
 pub(crate) use self::{
     adapter_pool::slot_at,
     backend::{Call, Copy, Read},
     core::{Granted, Limits},
     loaders::{HostTier, arena_bytes},
+};
+pub use self::{
+    adapter_pool::{AdapterPool, PoolConfig},
+    backend::Backend,
+    counters::{Counters, Residency, Snapshot, Tier},
+    error::PoolError,
+    handles::{AdapterId, CacheNamespace, Lease, Load, StreamId, Version},
+    simulated::{Simulated, SimulatedPool, Work},
+    source::Source,
 };

@@ -4,7 +4,6 @@ mod arena;
 mod factors;
 mod part_copy;
 mod pool;
-mod pooled;
 mod staging;
 mod table;
 mod upload;
@@ -18,7 +17,7 @@ pub use self::{
 };
 use super::{
     LaunchError, Queue, RoutedBatch, Step, Workspace,
-    memory::{Kept, Pinned, Region, host_arena::HostArena},
+    memory::{HostArena, Kept, Pinned, Region},
     raw,
-    stream::{Relaxed, own_stream::OwnStream},
+    stream::{OwnStream, Relaxed},
 };

@@ -1,9 +1,7 @@
 //! Memory on the device and page-locked memory of the host: buffers, and the typed views and matrices in them that operations take.
 
 mod buffer;
-pub(in crate::cuda) mod host_arena;
-pub(in crate::cuda) mod pinned;
-pub(in crate::cuda) mod region;
+mod pinned;
 mod view;
 
 pub use self::{
@@ -11,7 +9,7 @@ pub use self::{
     view::{Matrix, MatrixMut, View, ViewMut},
 };
 pub(in crate::cuda) use self::{
-    pinned::Pinned,
-    region::{Kept, Region},
+    buffer::{Kept, Region},
+    pinned::{HostArena, Pinned},
     view::Memory,
 };

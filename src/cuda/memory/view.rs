@@ -4,7 +4,7 @@ use std::{marker::PhantomData, ops::Range, sync::Arc};
 
 use cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
 
-use super::region::{Kept, Region};
+use super::buffer::{Kept, Region};
 use crate::{
     Element, Slices,
     cuda::{

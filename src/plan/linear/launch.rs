@@ -4,8 +4,8 @@ use super::{LinearPlan, b_bytes, likely_tiles, out_blocks, outs_per_block, small
 use crate::{
     DType,
     plan::{
+        Device,
         capacity::Capacity,
-        device::Device,
         shared_memory,
         thresholds::{
             RANK_TILE, TOKENS_PER_TILE, is_small_m, is_staged,

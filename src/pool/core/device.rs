@@ -1,6 +1,7 @@
-//! The device tier: slots and blocks, and when they may be overwritten.
+//! The device tier: slots and blocks, and the rules for overwriting them; and the host tier, a budget of bytes.
 
-use super::{Rule, rules::Rules};
+use std::collections::BTreeMap;
+
 use crate::{
     blocks::{self, Block, Blocks},
     plan::PlanError,
@@ -250,5 +251,109 @@ impl Device {
     pub(super) fn occupied(&self) -> impl Iterator<Item = Occupied> {
         let contents = self.slots.iter().filter_map(|place| place.content.as_ref());
         contents.map(|&Content { id, is_copying, leases, .. }| Occupied { id, is_copying, leases })
+    }
+}
+
+/// The host's arena, and its adapters by their last use.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub(super) blocks: Blocks,
+    by_use: BTreeMap<u64, AdapterId>,
+}
+
+/// An adapter's place in the host tier.
+#[derive(Debug, Default)]
+pub(super) enum HostPlace {
+    #[default]
+    Absent,
+    Reading {
+        block: Block,
+        /// The copy that the read makes meanwhile. Its slot has no leases yet.
+        copy: Option<Copy>,
+    },
+    Ready {
+        block: Block,
+    },
+}
+
+impl HostPlace {
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self, Self::Ready { .. })
+    }
+
+    /// Whether it is being read, and has room on the device.
+    pub(super) fn is_copied_meanwhile(&self) -> bool {
+        matches!(self, Self::Reading { copy: Some(_), .. })
+    }
+}
+
+impl Host {
+    pub(super) fn new(bytes: usize) -> Result<Self, PlanError> {
+        Ok(Self { blocks: Blocks::new("the host tier's bytes", bytes)?, by_use: BTreeMap::new() })
+    }
+
+    /// Adapters that are ready.
+    pub(super) fn len(&self) -> usize {
+        self.by_use.len()
+    }
+
+    /// Takes note of an adapter that is ready. Every use has another number.
+    pub(super) fn insert(&mut self, last_use: u64, id: AdapterId) {
+        self.by_use.insert(last_use, id);
+    }
+
+    pub(super) fn remove(&mut self, last_use: u64) {
+        self.by_use.remove(&last_use);
+    }
+
+    pub(super) fn touch(&mut self, from: u64, to: u64) {
+        if let Some(id) = self.by_use.remove(&from) {
+            self.by_use.insert(to, id);
+        }
+    }
+
+    /// The least recently used adapter that may be evicted.
+    pub(super) fn victim(&self, may_evict: impl Fn(AdapterId) -> bool) -> Option<AdapterId> {
+        self.by_use.values().copied().find(|&id| may_evict(id))
+    }
+}
+
+/// A rule for overwriting memory. Tests break each of them to show that its violation is seen.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Rule {
+    /// A leased slot is not overwritten.
+    Leases,
+    /// Launches may follow the end of a lease until the next end of a step.
+    EndStep,
+    /// So they may on every stream that the slot was leased for.
+    EveryStream,
+    /// A block is not overwritten while it is being copied to.
+    Copying,
+    /// Steps may not use a slot after the end of a step that follows the last lease of their stream.
+    Close,
+    /// A host block is not overwritten while it is being copied from.
+    Source,
+    /// An adapter that is being read has no slot for leases, even if parts of it have been copied.
+    Whole,
+    /// A read whose copy has been enqueued as a whole keeps its room on the device.
+    Revoke,
+}
+
+/// The rules that hold: all of them, except in tests.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Rules {
+    #[cfg(test)]
+    pub(crate) broken: Option<Rule>,
+}
+
+impl Rules {
+    #[cfg(test)]
+    pub(super) fn holds(self, rule: Rule) -> bool {
+        self.broken != Some(rule)
+    }
+
+    #[cfg(not(test))]
+    pub(super) const fn holds(self, _rule: Rule) -> bool {
+        true
     }
 }
