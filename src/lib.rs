@@ -85,6 +85,8 @@ mod blocks;
 mod contract;
 #[cfg(any(test, feature = "cuda"))]
 mod copies;
+#[macro_use]
+pub mod slots;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
@@ -102,8 +104,6 @@ pub mod pool;
 pub mod reference;
 pub mod routing;
 mod slices;
-mod slot;
-pub mod slots;
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("aril runs on Linux alone");
@@ -115,5 +115,5 @@ pub use cudarc;
 pub use dtype::{DType, Element};
 #[doc(no_inline)]
 pub use half;
+pub use routing::Slot;
 pub use slices::Slices;
-pub use slot::Slot;

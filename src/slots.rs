@@ -7,6 +7,65 @@ use std::sync::{
 
 use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
 
+/// What the weight tables of both backends say of their slots and bounds. The slots are in the field `$slots`.
+macro_rules! table_methods {
+    ($($slots:ident).+) => {
+        impl WeightTable {
+            /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
+            pub(crate) fn claim(&self) -> Result<Self, SlotError> {
+                self.$($slots).+.claim()?;
+                Ok(Self { is_owner: true, ..self.clone() })
+            }
+
+            /// Whether another handle, that of a pool, has the slots.
+            pub(crate) fn is_pooled(&self) -> bool {
+                !self.is_owner && self.$($slots).+.is_claimed()
+            }
+
+            /// Rejects changes of slots that belong to a pool.
+            pub(super) fn check_owner(&self) -> Result<(), SlotError> {
+                if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
+            }
+
+            /// Rejects a slot that does not exist.
+            pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
+                self.$($slots).+.index(slot).map(drop)
+            }
+
+            /// The content of a slot; `None` if it is empty.
+            pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
+                self.$($slots).+.lock().info(slot.index()?)
+            }
+
+            /// The contents of all loaded slots, by slot.
+            pub fn loaded(&self) -> Vec<SlotInfo> {
+                self.$($slots).+.lock().infos()
+            }
+
+            /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
+            /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
+            pub fn ranks(&self, batch: &Batch<'_>) -> usize {
+                self.$($slots).+.lock().ranks(batch.slots())
+            }
+
+            /// The model of the adapters.
+            pub fn model(&self) -> &Model {
+                &self.shared.bounds.model
+            }
+
+            /// The element type of factors and operands.
+            pub fn dtype(&self) -> DType {
+                self.shared.bounds.dtype
+            }
+
+            /// The capacity of the table.
+            pub fn capacity(&self) -> Capacity {
+                self.shared.bounds.capacity
+            }
+        }
+    };
+}
+
 /// A loaded adapter: its slot and the generation of the slot's content.
 ///
 /// A [`Slot`] alone refers to whichever adapter is in it when a kernel runs. A `Resident` is valid until its slot is loaded again

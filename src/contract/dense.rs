@@ -128,7 +128,7 @@ impl FullyShardedLinear {
         let exchange = site.exchange().ok_or(PlanError::NotFullySharded)?;
         let capacity = capacity.checked()?;
         let outs: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
-        // Shrink has a block for each rank tile, which are no more than the ranks.
+        // Shrink has a thread block for each rank tile, which are no more than the ranks.
         check_outputs(&outs, capacity, site.slices().len() * exchange.width(capacity.max_rank))?;
         Ok(Self { model: model.id(), site, exchange, dtype, capacity })
     }

@@ -25,6 +25,8 @@ pub struct WeightTable {
     is_owner: bool,
 }
 
+table_methods!(slots);
+
 impl WeightTable {
     /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`. Adapters may have ranks up to
     /// `capacity.max_rank` and take up to `arena_bytes` bytes in total. Steps have up to `capacity.max_tokens` tokens.
@@ -37,22 +39,6 @@ impl WeightTable {
         let slots = Arc::new(Slots::new(bounds.capacity.num_slots));
         let shared = Arc::new(Shared { bounds, arena: Arena::new(arena_bytes) });
         Ok(Self { shared, slots, is_owner: false })
-    }
-
-    /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
-    pub(crate) fn claim(&self) -> Result<Self, SlotError> {
-        self.slots.claim()?;
-        Ok(Self { is_owner: true, ..self.clone() })
-    }
-
-    /// Whether another handle, that of a pool, has the slots.
-    pub(super) fn is_pooled(&self) -> bool {
-        !self.is_owner && self.slots.is_claimed()
-    }
-
-    /// Rejects changes of slots that belong to a pool.
-    pub(super) fn check_owner(&self) -> Result<(), SlotError> {
-        if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
     /// Size of an arena in bytes that has room for all these adapters.
@@ -150,22 +136,6 @@ impl WeightTable {
         self.slots.check(residents)
     }
 
-    /// The content of a slot; `None` if it is empty.
-    pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
-        self.slots.lock().info(slot.index()?)
-    }
-
-    /// The contents of all loaded slots, by slot.
-    pub fn loaded(&self) -> Vec<SlotInfo> {
-        self.slots.lock().infos()
-    }
-
-    /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
-    /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
-    pub fn ranks(&self, batch: &Batch<'_>) -> usize {
-        self.slots.lock().ranks(batch.slots())
-    }
-
     /// Memory use of the arena.
     pub fn usage(&self) -> Usage {
         self.shared.arena.usage()
@@ -185,11 +155,6 @@ impl WeightTable {
         &self.shared
     }
 
-    /// Rejects a slot that does not exist.
-    pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
-        self.slots.index(slot).map(drop)
-    }
-
     /// The adapters of `batch` that are loaded now, by slot. The table has the batch's slots.
     pub(super) fn adapters(&self, batch: &Batch<'_>) -> Vec<Option<Arc<Adapter>>> {
         let mut adapters = Vec::new();
@@ -203,20 +168,5 @@ impl WeightTable {
             }
         }
         adapters
-    }
-
-    /// The model of the adapters.
-    pub fn model(&self) -> &Model {
-        &self.shared.bounds.model
-    }
-
-    /// The element type of factors and operands.
-    pub fn dtype(&self) -> DType {
-        self.shared.bounds.dtype
-    }
-
-    /// The capacity of the table.
-    pub fn capacity(&self) -> Capacity {
-        self.shared.bounds.capacity
     }
 }

@@ -30,7 +30,7 @@ pub struct Kernels {
 
 impl Kernels {
     /// Loads every kernel into the thread's current context, so that no launch has to, and waits for a short kernel which tests
-    /// that the device starts blocks in order of their index. The kernels rely on that order.
+    /// that the device starts thread blocks in order of their index. The kernels rely on that order.
     ///
     /// # Errors
     /// [`LaunchError`] if there is no driver or no current context, this build has no code for the device, or the test fails.

@@ -5,7 +5,7 @@ use super::{
     thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
 #[cfg(any(feature = "cuda", test))]
-use crate::slot::Slot;
+use crate::Slot;
 use crate::{extent::product, model::MAX_RANK};
 
 /// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.

@@ -62,6 +62,8 @@ impl fmt::Debug for WeightTable {
     }
 }
 
+table_methods!(shared.slots);
+
 impl WeightTable {
     /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes` bytes for
     /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size from adapters, and [`arena_bytes_for`](Self::arena_bytes_for) from
@@ -94,22 +96,6 @@ impl WeightTable {
         let stagings = if shares_arena { Stagings::default() } else { Stagings::with_one(queue)? };
         let shared = Shared { queue: queue.clone(), bounds, arena, shares_arena, table, slots, stagings };
         Ok(Self { shared: Arc::new(shared), is_owner: false })
-    }
-
-    /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
-    pub(crate) fn claim(&self) -> Result<Self, SlotError> {
-        self.shared.slots.claim()?;
-        Ok(Self { is_owner: true, ..self.clone() })
-    }
-
-    /// Whether another handle, that of a pool, has the slots.
-    pub(in crate::cuda) fn is_pooled(&self) -> bool {
-        !self.is_owner && self.shared.slots.is_claimed()
-    }
-
-    /// Rejects changes of slots that belong to a pool.
-    pub(super) fn check_owner(&self) -> Result<(), SlotError> {
-        if self.is_pooled() { Err(SlotError::Pooled) } else { Ok(()) }
     }
 
     /// Size of an arena in bytes that has room for all these adapters, loaded one at a time in any order.
@@ -194,11 +180,6 @@ impl WeightTable {
         let filled = fill(&mut *self.shared.stagings.lend(&self.shared.queue)?)?;
         filled.wait()?;
         Ok(filled)
-    }
-
-    /// Rejects a slot that does not exist.
-    pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
-        self.shared.slots.index(slot).map(drop)
     }
 
     /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
@@ -298,22 +279,6 @@ impl WeightTable {
         self.shared.slots.check(residents)
     }
 
-    /// The content of a slot; `None` if it is empty.
-    pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
-        self.shared.slots.lock().info(slot.index()?)
-    }
-
-    /// The contents of all loaded slots, by slot.
-    pub fn loaded(&self) -> Vec<SlotInfo> {
-        self.shared.slots.lock().infos()
-    }
-
-    /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
-    /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
-    pub fn ranks(&self, batch: &Batch<'_>) -> usize {
-        self.shared.slots.lock().ranks(batch.slots())
-    }
-
     /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.
     ///
     /// Of a pool's table, the factors in its slots. The pool has all other memory.
@@ -330,21 +295,6 @@ impl WeightTable {
     /// Whether the arena has room for an adapter now.
     pub fn fits(&self, image: &SlotImage<'_>) -> bool {
         !self.is_pooled() && self.shared.arena.fits(self.shared.rooms_of(image.bytes()))
-    }
-
-    /// The model of the adapters.
-    pub fn model(&self) -> &Model {
-        &self.shared.bounds.model
-    }
-
-    /// The element type of factors and operands.
-    pub fn dtype(&self) -> DType {
-        self.shared.bounds.dtype
-    }
-
-    /// The capacity of the table.
-    pub fn capacity(&self) -> Capacity {
-        self.shared.bounds.capacity
     }
 
     /// The queue of the table.

@@ -302,7 +302,7 @@ impl LoraLinear {
         })
     }
 
-    /// The arguments of the C ABI, of operands that have been checked, with so many outputs of a slice per block.
+    /// The arguments of the C ABI, of operands that have been checked, with so many outputs of a slice per thread block.
     fn args(
         &self,
         step: &raw::Step,

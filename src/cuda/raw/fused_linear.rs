@@ -14,7 +14,7 @@ use crate::{
 };
 
 const RINGS: usize = ffi::ARIL_FORWARD_RINGS as usize;
-/// How often a block polls for another block's sum before it computes the sum itself. Takes about a millisecond.
+/// How often a thread block polls for another one's sum before it computes the sum itself. Takes about a millisecond.
 const POLLS: i32 = 1024;
 
 /// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
@@ -93,7 +93,7 @@ impl FusedLinear {
         Self { bias, ..self }
     }
 
-    /// Makes every block compute the sums that it would otherwise take from other blocks. For tests; the result is bit-identical.
+    /// Makes every thread block compute the sums that it would otherwise take from others. For tests; the result is bit-identical.
     #[doc(hidden)]
     #[must_use]
     pub fn withholding(self) -> Self {
