@@ -49,7 +49,7 @@ fn expand(values: &[f64], magnitudes: &[f64], Factors { b, rank, scaling, .. }: 
 }
 
 /// The parts of the reference that only experts need: column order, activations and the combine. Deltas are those of
-/// [`linear`](linear).
+/// [`linear`].
 pub mod experts {
     use std::f64::consts::{FRAC_1_SQRT_2, PI};
 

@@ -54,13 +54,11 @@ mod channel;
 mod error;
 mod load;
 pub(crate) mod pool;
-mod table;
 mod verdict;
 
 pub use self::{
     channel::{ChannelError, InProcess, Message, Ranks},
     error::{GroupError, Phase, RankFailure},
-    load::{Group, Prepared},
+    load::{Group, Prepared, Table},
     pool::{GroupPool, OnRanks},
-    table::Table,
 };
