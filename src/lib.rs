@@ -115,5 +115,6 @@ pub use cudarc;
 pub use dtype::{DType, Element};
 #[doc(no_inline)]
 pub use half;
+#[doc(inline)]
 pub use routing::Slot;
 pub use slices::Slices;
