@@ -99,7 +99,8 @@ extern "C" {
 #define ARIL_MAX_RANK_TILES 8          // of a warpgroup that shrinks wide tiles
 #define ARIL_MAX_WARPGROUPS 3          // of a block that does
 #define ARIL_STATIC_BYTES 12288        // of shared memory, kept for a kernel's static variables
-#define ARIL_MAILBOX_HEADER 128        // bytes, before the words
+#define ARIL_MAILBOX_HEADER 4224       // bytes, before the words
+#define ARIL_ACTIVATION_BLOCKS 512     // the most of an activation that announce their ends
 #define ARIL_WORD_BYTES 8              // a 32-bit value and its epoch
 #define ARIL_GROUP_WORDS 4             // of aril_group for each of num_experts + 2 groups
 #define ARIL_FACTOR_ALIGNMENT 128      // bytes, of each factor
@@ -504,8 +505,13 @@ typedef struct aril_experts_args {
   int32_t groups_routes;
   // From ARIL_ACTIVATE on. 1: when this launch starts, all work before the kernel in front of it
   // has completed, and that kernel writes neither x nor the routes. Then only y waits for that
-  // kernel.
+  // kernel. 2, of ARIL_ADD_COMBINED and ARIL_COMBINE: the same, but for the kernel in front of that
+  // one, an activation of the same routes that announces the ends of its blocks. Then x waits for
+  // these.
   int32_t inputs_complete;
+  // In that activation, and with inputs_complete 2: its expand_blocks, up to ARIL_ACTIVATION_BLOCKS,
+  // of up to ARIL_EACH_BLOCK_ROUTES routes. Otherwise 0.
+  int32_t activation_blocks;
   int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;

@@ -70,6 +70,9 @@ template <typename T>
 int32_t on_route_tiles(const aril_experts_args& args, void* stream) {
   const Kernels<T> kernels;
   const bool in_each_block = detail::fit_each_block(args.num_tokens, args.top_k);
+  ARIL_CHECK(args.activation_blocks == 0 ||
+             (in_each_block && args.activation_blocks <= ARIL_ACTIVATION_BLOCKS));
+  ARIL_CHECK(args.inputs_complete != 2 || args.activation_blocks > 0);
   const detail::ExpertsGrid grid = {in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
                                     ceil_div(args.in_features, detail::kSlabFeatures),
                                     args.wide_shrink_blocks > 0};

@@ -40,14 +40,17 @@
 
 namespace aril::detail {
 
-// The first bytes of a mailbox. ARIL_MAILBOX_HEADER bytes are reserved.
+// The first bytes of a mailbox. ARIL_MAILBOX_HEADER bytes are reserved: behind the counts, a word
+// that announces sorted routes, and words that announce the ends of an activation's blocks.
 struct MailboxHeader {
   unsigned long long epochs;  // high half: epochs so far; low half: blocks that began the next one
   unsigned long long has_wrapped;  // whether epochs have repeated
   unsigned long long grid;  // the launch whose blocks are arriving; builds with ARIL_DEBUG only
 };
-constexpr int kHeaderWord = ARIL_MAILBOX_HEADER / 2;  // offset of the header's own tagged words
+constexpr int kHeaderWord = 64;  // offset of the header's own tagged words
+constexpr int kEndWords = 128;   // of those of an activation
 static_assert(sizeof(MailboxHeader) <= kHeaderWord);
+static_assert(kEndWords + ARIL_ACTIVATION_BLOCKS * ARIL_WORD_BYTES == ARIL_MAILBOX_HEADER);
 
 constexpr uint32_t kLastEpoch = ~0u;
 
@@ -184,5 +187,32 @@ class PollLimit {
     return counts + thread / 32;
   }
 };
+
+__device__ __forceinline__ uint64_t* end_words(void* mailbox) {
+  return reinterpret_cast<uint64_t*>(static_cast<char*>(mailbox) + kEndWords);
+}
+
+// Announces that a block of an activation has ended. All of its threads call it.
+__device__ __forceinline__ void announce_end(void* mailbox, int block, uint32_t epoch) {
+  // Each thread fences what it has stored before one thread announces.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) store_tagged(end_words(mailbox) + block, 1.0f, epoch);
+}
+
+// Waits until the blocks of the activation in the epoch before this one have announced their ends.
+// All of them have started before this launch. A whole warp calls it.
+__device__ __forceinline__ void wait_for_activation(void* mailbox, int blocks, uint32_t epoch) {
+  // In these epochs a block of this launch may clear the words.
+  if (epoch == kLastEpoch || epoch == 1) return wait_for_predecessors();
+  PollLimit polls;
+  for (int first = 0; first < blocks; first += 32) {
+    const int block = min(first + static_cast<int>(threadIdx.x) % 32, blocks - 1);
+    const volatile uint64_t* const word = end_words(mailbox) + block;
+    while (!__all_sync(0xffffffffu, *word >> 32 == epoch - 1)) polls.count();
+  }
+  // Orders the loads of x after the announcements.
+  __threadfence();
+}
 
 }  // namespace aril::detail

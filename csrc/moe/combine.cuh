@@ -123,7 +123,7 @@ __device__ __forceinline__ float add_base(const aril_experts_args& p, const Comb
   return sum;
 }
 
-template <typename T>
+template <typename T, bool kEachBlock>
 __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t epoch, unsigned char* shared) {
   constexpr unsigned kAll = 0xffffffffu;
@@ -172,6 +172,19 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
           continue;
         }
         const int first_route = token * p.top_k.top_k + first_k;
+        // With few tokens, v and y wait for a chain of loads. (H200, 1 to 8 tokens: 0.7 us less; 128
+        // tokens would take 8 us more.)
+        if (kEachBlock && !is_loaded) {
+          for (unsigned left = with_ranks; left != 0; left &= left - 1) {
+            const CombineStage::Route& route = stage.routes[__ffs(left) - 1];
+            for (int out = first; out < share.end; out += ARIL_OUT_UNIT) {
+              const char* const b = unit_at(route.b, out, route.rank_tiles, 0);
+              for (int i = lane; i < route.rank_tiles * 4; i += 32) {
+                prefetch_l2(b + i / 4 * kBTileBytes + i % 4 * 128);
+              }
+            }
+          }
+        }
 
         // B, step by step, route by route.
         UnitCores cores[kAhead];
@@ -279,8 +292,9 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
     combine_kernel(const __grid_constant__ aril_experts_args p,
                    const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
-  experts_block<T, kEachBlock>(p, grid, shared,
-                               [&](uint32_t epoch) { combine_expand<T>(p, grid, epoch, shared); });
+  experts_block<T, kEachBlock>(p, grid, shared, [&](uint32_t epoch) {
+    combine_expand<T, kEachBlock>(p, grid, epoch, shared);
+  });
 }
 
 }  // namespace aril::detail

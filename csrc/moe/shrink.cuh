@@ -148,6 +148,7 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   queue.advance(index / items + 2 * stride);
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
+  if (p.inputs_complete == 2) wait_for_activation(p.mailbox, p.activation_blocks, epoch);
   fetch_inputs(source, 0);
   int parity = 0;
   for (int i = index / items; i < last; i += stride) {

@@ -24,7 +24,8 @@ pub const ARIL_WARPS: i32 = 8;
 pub const ARIL_MAX_RANK_TILES: i32 = 8;
 pub const ARIL_MAX_WARPGROUPS: i32 = 3;
 pub const ARIL_STATIC_BYTES: i32 = 12288;
-pub const ARIL_MAILBOX_HEADER: i32 = 128;
+pub const ARIL_MAILBOX_HEADER: i32 = 4224;
+pub const ARIL_ACTIVATION_BLOCKS: i32 = 512;
 pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
@@ -362,6 +363,7 @@ pub struct aril_experts_args {
     pub rows_weighted: i32,
     pub groups_routes: i32,
     pub inputs_complete: i32,
+    pub activation_blocks: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,

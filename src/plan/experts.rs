@@ -20,6 +20,8 @@ use super::{
         linear::{LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, warpgroup_rank_tiles},
     },
 };
+#[cfg(feature = "cuda")]
+use crate::ffi;
 use crate::{
     DType,
     extent::product,
@@ -245,6 +247,13 @@ impl ProjectionPlan {
             outs,
         };
         ProjectionLaunch { small, wide }
+    }
+
+    /// The thread blocks of expand that announce their ends, in an activation of so many routes; 0 if they do not.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn announced_blocks(num_routes: usize, grid: GridSizes) -> i32 {
+        let is_few = GroupedBy::of(num_routes) == GroupedBy::EachOperation;
+        i32::try_from(grid.expand).ok().filter(|&blocks| is_few && blocks <= ffi::ARIL_ACTIVATION_BLOCKS).unwrap_or(0)
     }
 
     /// Outputs of one slice that a warp of expand computes.

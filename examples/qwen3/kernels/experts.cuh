@@ -713,9 +713,11 @@ struct GroupedGemm {
       const int32_t* bounds,  // [experts + 1]
       T* y,                   // [routes, outs], or [routes, outs / 2] with kGated
       int64_t experts, int64_t outs, int64_t cols,
-      int32_t bounds_are_old  // this kernel starts when those that write them have ended
-  ) {
+      // 1: this kernel starts when those that write them have ended. 2: and the kernel behind waits
+      // for the one in front by itself.
+      int32_t bounds_are_old) {
     extern __shared__ __align__(128) unsigned char shared[];
+    if (bounds_are_old == 2) aril::launch_dependents();
     if (!bounds_are_old) {
       aril::wait_for_predecessors();
       aril::launch_dependents();

@@ -370,7 +370,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        Grouped { grouped, .. }: &mut Grouped<'_, '_>,
+        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         gate_up: &mut Matrix<T>,
         out: &mut Matrix<T>,
@@ -380,7 +380,9 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             return self.silu_mul_into(gate_up, out);
         }
         let (x, y, out) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
-        Ok(layer.activate(step, grouped, x, y, out, Activation::Silu)?)
+        layer.activate(step, grouped, x, y, out, Activation::Silu)?;
+        routes.may_start_early.set(grouped.may_combine_beside_activation());
+        Ok(())
     }
 
     /// Adds the deltas of down and combines, in one kernel where that is faster.
@@ -396,6 +398,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         if !layer.plan().down().prefers_fused(down.rows) {
             layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
             return self.combine_into(down, routes, out);
+        }
+        if routes.started_early.replace(false) {
+            // SAFETY: in front is the product of down, which started the kernel behind it at once, and in front of that the activation.
+            unsafe { grouped.combine_beside_activation() };
         }
         layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
         self.lets_next_start.set(true);

@@ -14,7 +14,7 @@ use crate::{
     error::OperandError,
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, WideLaunch},
+    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, ProjectionPlan, WideLaunch},
     routing::WeightsOn,
 };
 
@@ -61,7 +61,11 @@ impl Form {
 
     /// Whether the kernel can wait for the base operation in front after it has read `x`.
     fn may_shrink_beside_base(self) -> bool {
-        matches!(self, Self::Activate(_) | Self::AddCombined | Self::Combine)
+        matches!(self, Self::Activate(_)) || self.is_combine()
+    }
+
+    fn is_combine(self) -> bool {
+        matches!(self, Self::AddCombined | Self::Combine)
     }
 
     fn expand_by(self) -> ExpandBy {
@@ -376,8 +380,21 @@ impl LoraExperts {
             _ => (0, 0.0, 0.0),
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
-        let beside_base = routes.beside_base && form.may_shrink_beside_base();
+        let mailbox = workspace.mailbox.ptr;
+        let announced = routes.activation.filter(|activation| activation.mailbox == mailbox);
+        let starts_early = routes.base_starts_early && form.is_combine();
+        let beside_base = match starts_early {
+            true => announced.is_some(),
+            false => routes.beside_base && form.may_shrink_beside_base(),
+        };
         let launch = plan.launch((num_tokens, top_k, table.max_rank()), form.expand_by(), beside_base);
+        let activation_blocks = match form {
+            Form::Activate(_) if beside_base && of_layer.dtype() != DType::F32 => {
+                ProjectionPlan::announced_blocks(num_tokens * top_k, launch.small)
+            }
+            _ if starts_early => announced.map_or(0, |activation| activation.blocks),
+            _ => 0,
+        };
         let WideLaunch { grid: wide, rank_tiles, warpgroups, shrink_bytes, expand_bytes } =
             launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
@@ -401,7 +418,8 @@ impl LoraExperts {
             weighted: weighted.into(),
             rows_weighted: (routes.weights_on == WeightsOn::Rows).into(),
             groups_routes: (!routes.grouped).into(),
-            inputs_complete: beside_base.into(),
+            inputs_complete: if starts_early && beside_base { 2 } else { beside_base.into() },
+            activation_blocks,
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
@@ -418,7 +436,7 @@ impl LoraExperts {
             y_stride,
             out,
             out_stride,
-            mailbox: workspace.mailbox.ptr as *mut c_void,
+            mailbox: mailbox as *mut c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
             weights: table.at(site.shared_entry())?,
@@ -443,6 +461,11 @@ impl LoraExperts {
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(ffi::aril_experts, launch, launch.args.num_tokens, stream.as_raw()) }?;
+        let args = &launch.args;
+        let announces = args.activation_blocks > 0 && args.inputs_complete == 1;
+        let activation = raw::Announced { mailbox: args.mailbox as u64, blocks: args.activation_blocks };
+        routes.activation = announces.then_some(activation);
+        routes.base_starts_early = false;
         // Operations in f32 do not group routes.
         routes.grouped |= self.plan().dtype() != DType::F32;
         Ok(())

@@ -119,6 +119,25 @@ impl GroupedRoutes<'_, '_> {
         Self { raw: unsafe { self.raw.shrink_beside_base() }, ..self }
     }
 
+    /// Whether the next operation on these routes may be a combine that begins beside the activation
+    /// ([`combine_beside_activation`](Self::combine_beside_activation)): the last operation was an `activate` of few routes that ran
+    /// beside its base operation.
+    pub fn may_combine_beside_activation(&self) -> bool {
+        self.raw.may_combine_beside_activation()
+    }
+
+    /// Lets the next `combine` or `add_combined_delta` on these routes begin before the activation in front of the base operation has
+    /// ended: it finds its routes and loads weights, and waits for `x` by itself. Without
+    /// [`may_combine_beside_activation`](Self::may_combine_beside_activation) it waits for all work in front of it instead.
+    ///
+    /// # Safety
+    /// As for [`shrink_beside_base`](Self::shrink_beside_base), but the kernel in front of the operation lets its dependents start before
+    /// it waits for its predecessors, and directly in front of that kernel is the activation.
+    pub unsafe fn combine_beside_activation(&mut self) {
+        // SAFETY: the caller's obligations.
+        unsafe { self.raw.combine_beside_activation() }
+    }
+
     /// Rejects a step of another batch, and routes that a replay has overwritten.
     pub(in crate::cuda) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
         step.queue().check("the routes", self.groups.region.queue())?;

@@ -104,6 +104,8 @@ impl Grouping {
             groups: self.groups,
             grouped,
             beside_base: false,
+            activation: None,
+            base_starts_early: false,
         })
     }
 }
@@ -123,6 +125,17 @@ pub struct GroupedRoutes {
     pub(in crate::cuda) grouped: bool,
     /// Whether shrink starts before the base operation in front has ended.
     pub(in crate::cuda) beside_base: bool,
+    /// The last operation on the routes, if it announces the ends of its thread blocks.
+    pub(in crate::cuda) activation: Option<Announced>,
+    /// Whether the base operation in front of the combine starts what is behind it before it has waited for the activation.
+    pub(in crate::cuda) base_starts_early: bool,
+}
+
+/// An activation whose thread blocks of expand announce their ends in a mailbox.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(in crate::cuda) struct Announced {
+    pub(in crate::cuda) mailbox: u64,
+    pub(in crate::cuda) blocks: i32,
 }
 
 // SAFETY: it holds device addresses, which are plain data.
@@ -143,6 +156,19 @@ impl GroupedRoutes {
     #[must_use]
     pub const unsafe fn shrink_beside_base(self) -> Self {
         Self { beside_base: true, ..self }
+    }
+
+    /// As [`may_combine_beside_activation`](crate::cuda::GroupedRoutes::may_combine_beside_activation) of the safe API.
+    pub const fn may_combine_beside_activation(&self) -> bool {
+        self.activation.is_some()
+    }
+
+    /// As [`combine_beside_activation`](crate::cuda::GroupedRoutes::combine_beside_activation) of the safe API.
+    ///
+    /// # Safety
+    /// As there.
+    pub const unsafe fn combine_beside_activation(&mut self) {
+        self.base_starts_early = true;
     }
 
     /// Tokens in the step.

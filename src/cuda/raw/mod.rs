@@ -22,11 +22,14 @@ mod memory;
 mod routing;
 mod step;
 
-pub(in crate::cuda) use self::memory::{NO_OUTPUTS, RawMatrix, dtype_code, int};
 pub use self::{
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping, TopK},
     memory::{DeviceRegion, MatrixMut, MatrixRef, Stream},
     routing::{RoutedBatch, Routing},
     step::{Descriptor, Factors, Step, Table, Workspace},
+};
+pub(in crate::cuda) use self::{
+    grouping::Announced,
+    memory::{NO_OUTPUTS, RawMatrix, dtype_code, int},
 };

@@ -72,6 +72,10 @@ pub struct Routes {
     bounds: Matrix<i32>,
     /// Whether kernels that start early from now on find the bounds written.
     are_bounds_old: Cell<bool>,
+    /// Whether the kernel behind the next product may start before the activation in front of it has ended, and whether the last product
+    /// let it.
+    pub(super) may_start_early: Cell<bool>,
+    pub(super) started_early: Cell<bool>,
 }
 
 impl Routes {
@@ -90,6 +94,8 @@ impl Routes {
             tokens: device.alloc(tokens * top_k, 1)?,
             bounds: device.alloc(held.len() + 1, 1)?,
             are_bounds_old: Cell::new(false),
+            may_start_early: Cell::new(false),
+            started_early: Cell::new(false),
             held,
         })
     }
@@ -101,7 +107,7 @@ impl Routes {
         scores: &mut Matrix<T>,
         normalized: bool,
     ) -> Result<()> {
-        let Self { experts, held, ids, weights, row_of_route, tokens, bounds, are_bounds_old } = self;
+        let Self { experts, held, ids, weights, row_of_route, tokens, bounds, are_bounds_old, .. } = self;
         are_bounds_old.set(false);
         let (top_k, normalized) = (ids.cols, i32::from(normalized));
         let (first_held, num_held) = (held.start, held.len());
@@ -223,7 +229,9 @@ impl<T: Element + DeviceRepr> Plain<T> {
         let ExpertsShape { experts, out_features, in_features } = self.shape;
         let tokens = if rows_of == RowsOf::Tokens { routes.tokens.address } else { 0 };
         // The first of these kernels waits for the bounds before it lets the next kernel start.
-        let bounds_are_old = i32::from(routes.are_bounds_old.replace(true));
+        let starts_early = routes.may_start_early.replace(false) && routes.are_bounds_old.get();
+        routes.started_early.set(starts_early);
+        let bounds_are_old = i32::from(routes.are_bounds_old.replace(true)) + i32::from(starts_early);
         let mut kernel = device.early(function);
         kernel.arg(&x.address).arg(&tokens).arg(&self.weights.address).arg(&routes.bounds.address).arg(&y.address);
         kernel.arg(&experts).arg(&out_features).arg(&in_features).arg(&bounds_are_old);
