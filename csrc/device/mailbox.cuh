@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// The mailbox: how blocks pass values to later blocks of the same launch.
+// The mailbox: how blocks pass values to later blocks of the same launch; and how those of an
+// activation of experts tell the combine, the next launch, that they have ended.
 //
 // A mailbox is a header and tagged words of 64 bits: a 32-bit value, and the epoch that stored it.
 // Each launch begins a new epoch. A word is stored and loaded by one 64-bit access, so a reader

@@ -1,9 +1,9 @@
 //! A kernel that lets its dependents start at once, where the device can, and writes late.
 
-use std::sync::Arc;
+use std::{ffi::c_void, sync::Arc};
 
 use cudarc::{
-    driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys},
+    driver::{CudaFunction, CudaStream, sys},
     nvrtc::Ptx,
 };
 
@@ -43,6 +43,7 @@ impl Late {
             sub.u64 %past, %now, %start;
             setp.lt.u64 %again, %past, %time;
             @%again bra spin;
+            WAIT
         next:
             setp.ge.u32 %done, %i, %count;
             @%done ret;
@@ -62,26 +63,63 @@ impl Late {
     pub fn new(gpu: &Gpu) -> Self {
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
         let has_dependents = gpu.context.attribute(attribute).unwrap() >= 9;
-        let (target, dependents) =
-            if has_dependents { ("sm_90", "griddepcontrol.launch_dependents;") } else { ("sm_80", "") };
-        let ptx = Self::PTX.replace("TARGET", target).replace("DEPENDENTS", dependents);
+        let (target, dependents, wait) = match has_dependents {
+            true => ("sm_90", "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"),
+            false => ("sm_80", "", ""),
+        };
+        let ptx = Self::PTX.replace("TARGET", target).replace("DEPENDENTS", dependents).replace("WAIT", wait);
         let kernel = gpu.context.load_module(Ptx::from_src(ptx)).unwrap().load_function("late").unwrap();
         Self { kernel, stream: gpu.stream.clone() }
     }
 
     /// Enqueues it: after so many microseconds, `to` begins with all of `from`.
     pub fn copy(&self, from: &Buffer, to: &Buffer, microseconds: u64) {
+        self.enqueue(from, to, microseconds, false);
+    }
+
+    /// The same, but it starts as soon as the kernel in front lets it.
+    pub fn copy_behind(&self, from: &Buffer, to: &Buffer, microseconds: u64) {
+        self.enqueue(from, to, microseconds, true);
+    }
+
+    fn enqueue(&self, from: &Buffer, to: &Buffer, microseconds: u64, starts_early: bool) {
         assert!(from.region().bytes <= to.region().bytes, "there is no room for the copy");
         let count = u32::try_from(from.region().bytes / 2).unwrap();
-        let config = LaunchConfig {
-            grid_dim: (count.div_ceil(Self::THREADS).clamp(1, Self::MAX_BLOCKS), 1, 1),
-            block_dim: (Self::THREADS, 1, 1),
-            shared_mem_bytes: 0,
-        };
         let (from, to, nanoseconds) = (from.address(), to.address(), microseconds * 1000);
-        let mut builder = self.stream.launch_builder(&self.kernel);
-        builder.arg(&from).arg(&to).arg(&count).arg(&nanoseconds);
-        // SAFETY: the kernel has these parameters, and the caller keeps both until the stream is synchronized.
-        unsafe { builder.launch(config) }.unwrap();
+        let mut arguments = [
+            (&raw const from).cast_mut().cast(),
+            (&raw const to).cast_mut().cast(),
+            (&raw const count).cast_mut().cast(),
+            (&raw const nanoseconds).cast_mut().cast::<c_void>(),
+        ];
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: count.div_ceil(Self::THREADS).clamp(1, Self::MAX_BLOCKS),
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: Self::THREADS,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: self.stream.cu_stream(),
+            attrs: &raw mut attribute,
+            numAttrs: starts_early.into(),
+        };
+        self.stream.context().bind_to_thread().unwrap();
+        // SAFETY: the kernel has these parameters, and the caller keeps both buffers until the stream is synchronized.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                self.kernel.cu_function(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .unwrap();
     }
 }

@@ -17,7 +17,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
-        compare::compare,
+        compare::{Place, compare},
         experts::{Act, Case, Lora, Op, Order, Pairs, WeightsOn},
         small::choose,
         values::{Dtype, Values},
@@ -25,6 +25,7 @@ use crate::{
     device::{Buffer, Gpu},
     for_dtype,
     late::Late,
+    operations::raw_matrix,
 };
 
 /// Operations whose rows are rows of routes.
@@ -52,6 +53,8 @@ pub struct Layer<'a, T> {
 /// The operands of an operation.
 struct Operation {
     operands: Operands,
+    /// Of the target.
+    place: Place,
     x: Buffer,
     y: Buffer,
     target: Buffer,
@@ -86,7 +89,7 @@ impl<'a, T: Element> Layer<'a, T> {
             let [x, y, target] =
                 places.map(|place| gpu.upload(&vec![T::default(); place.offset + place.rows * place.stride]));
             let operands = Operands::new::<T>(op, (&x, places[0]), (&y, places[1]), (&target, places[2]));
-            Operation { operands, x, y, target }
+            Operation { operands, place: places[2], x, y, target }
         });
         Self {
             gpu,
@@ -139,6 +142,38 @@ impl<'a, T: Element> Layer<'a, T> {
             base(index, operation);
             operation.operands.launch(&self.layer, &step, &mut routes);
         }
+    }
+
+    /// Enqueues the grouping, an activation and a combine of what it writes, and returns the result of the combine. `early`: each beside a
+    /// base operation in front, the combine beside the activation, too. The time is that of the base operation of gate and up.
+    fn activate_and_combine(&mut self, early: Option<(&Late, u64)>) -> Vec<T> {
+        let stream = self.gpu.raw_stream();
+        let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
+        let [activation, combine] = &mut self.operations[..] else { panic!("the layer has other operations") };
+        for target in [&mut activation.target, &mut combine.target] {
+            let len = target.region().bytes / size_of::<T>();
+            target.write(&vec![T::from_f32(f32::NAN); len]);
+        }
+        let scratch = [self.gpu.upload(&[0_u16; 64]), self.gpu.upload(&[0_u16; 64])];
+        // SAFETY: the layer owns all operands and keeps them alive until the stream is synchronized.
+        let mut routes = unsafe { self.grouping.group(self.batch, self.top_k, stream) }.unwrap();
+        if let Some((late, microseconds)) = early {
+            // SAFETY: the copies start when all before them has ended, or behind the activation, and write what nobody reads.
+            routes = unsafe { routes.shrink_beside_base() };
+            late.copy(&scratch[0], &scratch[1], microseconds);
+        }
+        activation.operands.launch(&self.layer, &step, &mut routes);
+        let may_be_early = routes.may_combine_beside_activation();
+        assert_eq!(may_be_early, early.is_some() && routes.num_routes() <= 64);
+        if let Some((late, _)) = early {
+            late.copy_behind(&scratch[0], &scratch[1], 5);
+            // SAFETY: in front is a copy that starts its dependents at once, and in front of that the activation.
+            unsafe { routes.combine_beside_activation() };
+        }
+        let x = raw_matrix::<T>(&activation.target, activation.place);
+        Operands { x, ..combine.operands }.launch(&self.layer, &step, &mut routes);
+        assert!(!routes.may_combine_beside_activation());
+        combine.target.read()
     }
 
     /// Enqueues the grouping and the operations.
@@ -454,6 +489,49 @@ fn deltas_beside_the_base_agree_with_the_reference() {
             match case.dtype {
                 Dtype::BF16 => run::<bf16>(&gpu, &late, &case),
                 _ => run::<f16>(&gpu, &late, &case),
+            }
+        }
+    }
+}
+
+/// The combine begins before the activation in front of its base operation has written x. With more routes it waits for all in front of it.
+#[test]
+#[ignore = "needs a GPU"]
+fn combines_beside_their_activation_have_the_same_bits() {
+    const EXPERTS: usize = 12;
+    fn run<T: Element + Pod>(gpu: &Gpu, late: &Late, case: &Case) {
+        let mut layer = Layer::<T>::new(gpu, case, &[Op::Activate(Act::Silu), Op::Combine]);
+        let pairs = layer.load_all(case);
+        let tokens = case.num_tokens();
+        for number in 0..choose(12, 3) {
+            let mut rng = StdRng::seed_from_u64(number);
+            let mut step = Case { seed: number, ..case.clone() };
+            let mut choices = StdRng::seed_from_u64(number + 100);
+            step.choose(tokens, |_| rng.random_range(-1..=3), |_, _| choices.random_range(-1..=EXPERTS as i32));
+            let what = format!("{tokens} tokens, step {number}");
+            layer.check(&step, tokens, &pairs, &what, Layer::launch);
+            let expected = layer.activate_and_combine(None);
+            for microseconds in [0, 20, 60] {
+                let got = layer.activate_and_combine(Some((late, microseconds)));
+                let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+                assert_eq!(bits(&got), bits(&expected), "{what}, {:?}, {microseconds} us", T::DTYPE);
+            }
+        }
+    }
+
+    let gpu = Gpu::new();
+    let late = Late::new(&gpu);
+    for (tokens, top_k) in [(1, 8), (8, 8), (3, 5), (17, 8)] {
+        for dtype in [Dtype::BF16, Dtype::F16] {
+            let adapters = vec![
+                Lora::of_own_ranks(EXPERTS, 24),
+                Lora::shared_outer(EXPERTS, 16),
+                Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3]),
+            ];
+            let case = Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, [tokens, top_k]);
+            match dtype {
+                Dtype::BF16 => run::<bf16>(&gpu, &late, &Case { dtype, ..case }),
+                _ => run::<f16>(&gpu, &late, &Case { dtype, ..case }),
             }
         }
     }
