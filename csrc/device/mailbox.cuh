@@ -193,17 +193,26 @@ __device__ __forceinline__ uint64_t* end_words(void* mailbox) {
   return reinterpret_cast<uint64_t*>(static_cast<char*>(mailbox) + kEndWords);
 }
 
-// Announces that a block of an activation has ended. All of its threads call it.
-__device__ __forceinline__ void announce_end(void* mailbox, int block, uint32_t epoch) {
+// Announces that a block of an activation has ended, `first` being the number of the first one. All
+// of its threads call it. The epoch is in shared memory. Before sm_90 no launch starts so early that
+// it would ask.
+__device__ __forceinline__ void announce_end(void* mailbox, int first, const uint32_t& epoch) {
+#if __CUDA_ARCH__ >= 900
   // Each thread fences what it has stored before one thread announces.
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) store_tagged(end_words(mailbox) + block, 1.0f, epoch);
+  unsigned block;
+  // Volatile: read here, rather than kept in a register.
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  const uint32_t now = *const_cast<const volatile uint32_t*>(&epoch);
+  if (threadIdx.x == 0) store_tagged(end_words(mailbox) + (block - first), 1.0f, now);
+#endif
 }
 
 // Waits until the blocks of the activation in the epoch before this one have announced their ends.
 // All of them have started before this launch. A whole warp calls it.
 __device__ __forceinline__ void wait_for_activation(void* mailbox, int blocks, uint32_t epoch) {
+#if __CUDA_ARCH__ >= 900
   // In these epochs a block of this launch may clear the words.
   if (epoch == kLastEpoch || epoch == 1) return wait_for_predecessors();
   PollLimit polls;
@@ -214,6 +223,7 @@ __device__ __forceinline__ void wait_for_activation(void* mailbox, int blocks, u
   }
   // Orders the loads of x after the announcements.
   __threadfence();
+#endif
 }
 
 }  // namespace aril::detail

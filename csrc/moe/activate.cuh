@@ -215,12 +215,13 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
                     const __grid_constant__ ExpertsGrid grid) {
   extern __shared__ __align__(128) unsigned char shared[];
   experts_block<T, kEachBlock>(p, grid, shared,
-                               [&](uint32_t epoch, const auto& tiles, const WarpSharing&) {
+                               [&](const uint32_t& epoch, const auto& tiles, const WarpSharing&) {
                                  activate_expand<T>(p, grid, epoch, tiles, shared);
-                                 if (!kEachBlock || p.activation_blocks == 0) return;
-                                 const int first = grid.first_shrink + grid.shrink_blocks;
-                                 announce_end(p.mailbox, static_cast<int>(blockIdx.x) - first,
-                                              epoch);
+                                 if constexpr (kEachBlock) {
+                                   if (p.activation_blocks == 0) return;
+                                   const int first = grid.first_shrink + grid.shrink_blocks;
+                                   announce_end(p.mailbox, first, epoch);
+                                 }
                                });
 }
 

@@ -64,7 +64,8 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
     if (!shrinks) return expand(epoch, tiles, sharing);
   }
   if (index == 0) clear_stale();
-  experts_shrink<T>(p, grid, epoch, tiles, sharing, shared);
+  constexpr bool kCombines = std::is_invocable_v<Expand, uint32_t>;
+  experts_shrink<T, kEachBlock && kCombines>(p, grid, epoch, tiles, sharing, shared);
   if (!kEachBlock && grid.beside_large_m) wait_for_predecessors();
 }
 

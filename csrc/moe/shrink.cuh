@@ -72,7 +72,8 @@ __device__ __forceinline__ ShrinkSource source_of(const aril_experts_args& p,
   return source;
 }
 
-template <typename T, typename Tiles>
+// With kBesideActivation, the activation in front may still run.
+template <typename T, bool kBesideActivation, typename Tiles>
 __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const ExpertsGrid& grid,
                                                uint32_t epoch, const Tiles& tiles,
                                                const WarpSharing& sharing, unsigned char* shared) {
@@ -148,7 +149,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
   queue.advance(index / items + 2 * stride);
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
-  if (p.inputs_complete == 2) wait_for_activation(p.mailbox, p.activation_blocks, epoch);
+  if constexpr (kBesideActivation) {
+    if (p.inputs_complete == 2) wait_for_activation(p.mailbox, p.activation_blocks, epoch);
+  }
   fetch_inputs(source, 0);
   int parity = 0;
   for (int i = index / items; i < last; i += stride) {
