@@ -8,15 +8,17 @@ use super::{
     error::AdapterError,
     experts::Orientation,
     files::{Access, Opened, Opener, Stamp},
+    image::SlotImage,
     open::Adapter,
+    planned::Planned,
 };
-use crate::error::LoadError;
+use crate::{DType, error::LoadError, model::Model};
 
 /// Directories that stay parsed, of the whole process. All of them have one open file each.
 const KEPT: usize = 64;
 
-/// The modules and stacks of these directories, of which each takes some 1 KB.
-const KEPT_MODULES: usize = 1 << 16;
+/// The modules and stacks of these directories, of which each takes some 1.5 KB.
+const KEPT_MODULES: usize = 1 << 18;
 
 /// The directories that stay parsed, from the least recently used one on, and their modules and stacks.
 static RECENT: Mutex<VecDeque<(Weak<Kept>, usize)>> = Mutex::new(VecDeque::new());
@@ -24,78 +26,94 @@ static RECENT: Mutex<VecDeque<(Weak<Kept>, usize)>> = Mutex::new(VecDeque::new()
 /// What is left of a directory that was parsed.
 type Kept = Mutex<Option<Arc<Parsed>>>;
 
-/// A directory whose adapter has been checked, and is read later.
+/// A directory whose adapter has been checked for one rank of a model, and is read later.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
     opener: Opener,
     orientation: Option<Orientation>,
+    model: Model,
+    dtype: DType,
+    /// Whether a load reads the weights as a whole.
+    is_scattered: bool,
     files: Vec<Stamp>,
     kept: Arc<Kept>,
 }
 
-/// An adapter whose weights are read from open files, and all files of its directory.
+/// An adapter with its image, and all files of its directory.
 #[derive(Debug)]
 pub(crate) struct Parsed {
-    pub(crate) adapter: Adapter,
-    files: Vec<Opened>,
+    planned: Planned,
+    files: Arc<[Opened]>,
 }
 
 impl Directory {
-    /// Reads the configuration and the headers of the weight files. Returns the adapter without its weights, to be planned.
+    /// Reads the configuration and the headers of the weight files, and plans the image.
     pub(crate) fn open(
         path: &Path,
         opener: Opener,
         orientation: Option<Orientation>,
+        model: &Model,
+        dtype: DType,
     ) -> Result<(Self, Arc<Parsed>), AdapterError> {
-        let parsed = Parsed::load(path, &opener, orientation, Access::InPlace)?;
-        let files = parsed.files.iter().map(|file| file.stamp.clone()).collect();
-        Ok((Self { path: path.to_owned(), opener, orientation, files, kept: Arc::default() }, parsed))
+        let (adapter, files) = load(path, &opener, orientation, Access::InPlace)?;
+        let stamps = files.iter().map(|file| file.stamp.clone()).collect();
+        let parsed = Parsed::plan(&adapter, &files, model, dtype)?;
+        let is_scattered = parsed.image().is_scattered();
+        let (path, model) = (path.to_owned(), model.clone());
+        let kept = Arc::default();
+        let directory = Self { path, opener, orientation, model, dtype, is_scattered, files: stamps, kept };
+        directory.keep(&parsed);
+        Ok((directory, parsed))
     }
 
-    /// Calls `pack` with the adapter. Rejects files that are not those that were checked, or are modified meanwhile.
-    ///
-    /// With `whole`, the weights are in memory. Otherwise each is read when it is written.
-    pub(crate) fn read<R>(
-        &self,
-        whole: bool,
-        pack: impl FnOnce(&Adapter) -> Result<R, LoadError>,
-    ) -> Result<R, LoadError> {
-        let parsed = self.parsed(whole)?;
-        if !whole {
-            self.keep(&parsed);
-        }
-        let packed = pack(&parsed.adapter);
+    /// The same directory, for another rank of the model.
+    pub(crate) fn shard(&self, model: &Model) -> Result<(Self, Arc<Parsed>), AdapterError> {
+        let whole = self.parsed(false)?;
+        self.keep(&whole);
+        let parsed = Parsed::plan(whole.planned.adapter(), &whole.files, model, self.dtype)?;
+        let is_scattered = parsed.image().is_scattered();
+        let directory = Self { model: model.clone(), is_scattered, kept: Arc::default(), ..self.clone() };
+        directory.keep(&parsed);
+        Ok((directory, parsed))
+    }
+
+    /// Calls `pack` with the image. Rejects files that are not those that were checked, or are modified meanwhile.
+    pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
+        let parsed = self.parsed(self.is_scattered)?;
+        self.keep(&parsed);
+        let packed = pack(parsed.image());
         parsed.files.iter().try_for_each(Opened::check)?;
         packed
     }
 
-    /// The adapter of the files that were checked.
-    pub(crate) fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
-        let kept = lock(&self.kept).take().filter(|_| !whole);
+    /// The adapter of the files that were checked. With `whole`, the weights are in memory. Otherwise each is read when it is written.
+    fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
+        let kept = lock(&self.kept).take();
         // What was changed gives the errors of any other damage.
         if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {
             return Ok(parsed);
         }
         let access = if whole { Access::Copy } else { Access::InPlace };
-        let parsed = Parsed::load(&self.path, &self.opener, self.orientation, access)?;
-        match parsed.files.iter().find(|file| !self.files.contains(&file.stamp)) {
+        let (adapter, files) = load(&self.path, &self.opener, self.orientation, access)?;
+        match files.iter().find(|file| !self.files.contains(&file.stamp)) {
             Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
-            None => Ok(parsed),
+            None => Parsed::plan(&adapter, &files, &self.model, self.dtype),
         }
     }
 
-    /// Keeps what was parsed for the next read, in place of the least recently used directory.
-    pub(crate) fn keep(&self, parsed: &Arc<Parsed>) {
+    /// Keeps what was parsed for the next read, in place of the least recently used directory, unless the next one reads all of it again.
+    fn keep(&self, parsed: &Arc<Parsed>) {
         // With an index, another file may take its place.
-        if parsed.files.len() > 2 {
+        if self.is_scattered || parsed.files.len() > 2 {
             return;
         }
         *lock(&self.kept) = Some(Arc::clone(parsed));
         let kept = Arc::downgrade(&self.kept);
+        let adapter = parsed.planned.adapter();
         let mut recent = lock(&RECENT);
         recent.retain(|(other, _)| !other.ptr_eq(&kept) && other.strong_count() > 0);
-        recent.push_back((kept, parsed.adapter.modules().len() + parsed.adapter.stacks().len()));
+        recent.push_back((kept, adapter.modules().len() + adapter.stacks().len()));
         let stay = num_kept(recent.iter().rev().map(|(_, modules)| *modules));
         let gone = recent.len() - stay;
         let oldest: Vec<_> = recent.drain(..gone).collect();
@@ -111,15 +129,32 @@ impl Directory {
 }
 
 impl Parsed {
-    fn load(
-        path: &Path,
-        opener: &Opener,
-        orientation: Option<Orientation>,
-        access: Access,
+    fn plan(
+        adapter: &Arc<Adapter>,
+        files: &Arc<[Opened]>,
+        model: &Model,
+        dtype: DType,
     ) -> Result<Arc<Self>, AdapterError> {
-        let (adapter, files) = Adapter::load(path, access, opener)?;
-        Ok(Arc::new(Self { adapter: Adapter { orientation, ..adapter }, files }))
+        let planned = Planned::new(Arc::clone(adapter), model, dtype);
+        // The plan of experts reads some of their factors.
+        files.iter().try_for_each(Opened::check)?;
+        Ok(Arc::new(Self { planned: planned?, files: Arc::clone(files) }))
     }
+
+    pub(crate) fn image(&self) -> &SlotImage<'_> {
+        self.planned.image()
+    }
+}
+
+/// The adapter in a directory, and all files of it.
+fn load(
+    path: &Path,
+    opener: &Opener,
+    orientation: Option<Orientation>,
+    access: Access,
+) -> Result<(Arc<Adapter>, Arc<[Opened]>), AdapterError> {
+    let (adapter, files) = Adapter::load(path, access, opener)?;
+    Ok((Arc::new(Adapter { orientation, ..adapter }), files.into()))
 }
 
 /// How many directories stay parsed, of those with these numbers of modules, from the most recently used one on.
@@ -146,10 +181,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::{
-        DType,
-        model::{Linear, ModelSpec, Parallel, TpRank},
-    };
+    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
 
     const CONFIG: &str = "adapter_config.json";
     const WEIGHTS: &str = "adapter_model.safetensors";
@@ -160,6 +192,17 @@ mod tests {
         let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, ones).unwrap();
         let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
         safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
+    }
+
+    /// A model of the module that `write` writes.
+    fn model(rank: TpRank) -> Model {
+        let mut spec = ModelSpec::new();
+        spec.linear(Linear::new("", Parallel::Column, 2).slice("m", 2)).unwrap();
+        spec.shard(rank).unwrap()
+    }
+
+    fn open(dir: &Path) -> Directory {
+        Directory::open(dir, Opener::default(), None, &model(TpRank::SINGLE), DType::F32).unwrap().0
     }
 
     /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed anew for it.
@@ -193,19 +236,15 @@ mod tests {
         {
             let dir = tempfile::tempdir().unwrap();
             write(dir.path());
-            let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
-            if keeps {
-                directory.keep(&parsed);
-            }
-            assert_eq!(directory.is_kept(), keeps);
-            directory.read(false, |_| Ok(())).unwrap();
+            let directory = open(dir.path());
+            directory.read(|_| Ok(())).unwrap();
             assert!(directory.is_kept());
             if !keeps {
                 lock(&directory.kept).take();
             }
             change(&dir.path().join(file));
             for _ in 0..2 {
-                let error = directory.read(false, |_| Ok(())).unwrap_err();
+                let error = directory.read(|_| Ok(())).unwrap_err();
                 let LoadError::Adapter(
                     AdapterError::Changed { .. }
                     | AdapterError::Read { .. }
@@ -224,23 +263,18 @@ mod tests {
     /// A single file would be read instead of the index, so that one put beside it is a change of the directory.
     #[test]
     fn a_file_beside_an_index_is_noticed() {
-        for keeps in [true, false] {
-            let dir = tempfile::tempdir().unwrap();
-            write(dir.path());
-            let shard = "adapter_model-00001-of-00001.safetensors";
-            fs::rename(dir.path().join(WEIGHTS), dir.path().join(shard)).unwrap();
-            let map = ["m.lora_A.weight", "m.lora_B.weight"].map(|key| format!(r#""{key}": "{shard}""#)).join(", ");
-            let index = format!(r#"{{"weight_map": {{{map}}}}}"#);
-            fs::write(dir.path().join(format!("{WEIGHTS}.index.json")), index).unwrap();
-            let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
-            if keeps {
-                directory.keep(&parsed);
-            }
-            directory.read(false, |_| Ok(())).unwrap();
-            fs::copy(dir.path().join(shard), dir.path().join(WEIGHTS)).unwrap();
-            let error = directory.read(false, |_| Ok(())).unwrap_err();
-            assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
-        }
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path());
+        let shard = "adapter_model-00001-of-00001.safetensors";
+        fs::rename(dir.path().join(WEIGHTS), dir.path().join(shard)).unwrap();
+        let map = ["m.lora_A.weight", "m.lora_B.weight"].map(|key| format!(r#""{key}": "{shard}""#)).join(", ");
+        let index = format!(r#"{{"weight_map": {{{map}}}}}"#);
+        fs::write(dir.path().join(format!("{WEIGHTS}.index.json")), index).unwrap();
+        let directory = open(dir.path());
+        directory.read(|_| Ok(())).unwrap();
+        fs::copy(dir.path().join(shard), dir.path().join(WEIGHTS)).unwrap();
+        let error = directory.read(|_| Ok(())).unwrap_err();
+        assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
     }
 
     /// Doubles that are read when they are packed are those that are read at once, also where a rank has the last of them alone.
@@ -252,18 +286,16 @@ mod tests {
         let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F64, shape, &values).unwrap();
         let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
         safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
-        let mut spec = ModelSpec::new();
-        spec.linear(Linear::new("", Parallel::Column, 2).slice("m", 2)).unwrap();
-        let image = |adapter: &Adapter, rank: TpRank| {
-            let image = adapter.plan(&spec.shard(rank).unwrap(), DType::F32).unwrap();
+        let write = |image: &SlotImage<'_>| {
             let mut block = vec![0; image.bytes()];
-            image.write_to(&mut block).unwrap();
-            block
+            image.write_to(&mut block)?;
+            Ok(block)
         };
-        let (_, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
-        let at_once = Adapter::open(dir.path()).unwrap();
+        let (directory, at_once) = (open(dir.path()), Adapter::open(dir.path()).unwrap());
         for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
-            assert_eq!(image(&parsed.adapter, rank), image(&at_once, rank));
+            let (directory, _) = directory.shard(&model(rank)).unwrap();
+            let image = at_once.plan(&model(rank), DType::F32).unwrap();
+            assert_eq!(directory.read(write).unwrap(), write(&image).unwrap());
         }
     }
 
@@ -279,16 +311,10 @@ mod tests {
     fn few_directories_stay_parsed() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path());
-        let directories: Vec<_> = (0..KEPT + 10)
-            .map(|_| {
-                let (directory, parsed) = Directory::open(dir.path(), Opener::default(), None).unwrap();
-                directory.keep(&parsed);
-                directory
-            })
-            .collect();
+        let directories: Vec<_> = (0..KEPT + 10).map(|_| open(dir.path())).collect();
         assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
         assert!(!directories[0].is_kept());
-        directories[0].read(false, |_| Ok(())).unwrap();
+        directories[0].read(|_| Ok(())).unwrap();
         assert!(directories.iter().filter(|directory| directory.is_kept()).count() <= KEPT);
     }
 }

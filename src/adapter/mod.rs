@@ -87,11 +87,12 @@ mod names;
 mod open;
 mod pattern;
 mod place;
+mod planned;
 mod rectangle;
 mod tensor;
 
-pub(crate) use self::directory::{Directory, Parsed};
 pub use self::escaped::Escaped;
+pub(crate) use self::{directory::Directory, planned::Planned};
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,

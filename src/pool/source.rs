@@ -2,7 +2,7 @@ use std::{path::Path, sync::Arc};
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Parsed, SlotImage},
+    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Planned, SlotImage},
     error::{LoadError, SlotError},
     model::Model,
     slots::Bounds,
@@ -16,13 +16,12 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
-    is_scattered: bool,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
     Directory(Directory),
-    Memory(Arc<Adapter>),
+    Memory(Arc<Planned>),
 }
 
 impl Source {
@@ -75,10 +74,8 @@ impl Source {
         model: &Model,
         dtype: DType,
     ) -> Result<Self, AdapterError> {
-        let (directory, parsed) = Directory::open(dir, opener, orientation)?;
-        let source = Self::planned(Kind::Directory(directory), &parsed.adapter.plan(model, dtype)?)?;
-        source.keep(&parsed);
-        Ok(source)
+        let (directory, parsed) = Directory::open(dir, opener, orientation, model, dtype)?;
+        Ok(Self::new(Kind::Directory(directory), parsed.image()))
     }
 
     /// An adapter in memory, such as a trainer sends. It stays there.
@@ -86,41 +83,24 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::plan`].
     pub fn memory(adapter: Arc<Adapter>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        Self::planned(Kind::Memory(Arc::clone(&adapter)), &adapter.plan(model, dtype)?)
+        let planned = Arc::new(Planned::new(adapter, model, dtype)?);
+        Ok(Self::new(Kind::Memory(Arc::clone(&planned)), planned.image()))
     }
 
     /// The same adapter, for another rank of the model.
     pub(crate) fn shard(&self, model: &Model) -> Result<Self, AdapterError> {
-        let planned = |adapter: &Adapter| Self::planned(self.kind.clone(), &adapter.plan(model, self.dtype)?);
         match &self.kind {
-            Kind::Memory(adapter) => planned(adapter),
+            Kind::Memory(planned) => Self::memory(Arc::clone(planned.adapter()), model, self.dtype),
             Kind::Directory(directory) => {
-                let parsed = directory.parsed(false)?;
-                self.keep(&parsed);
-                planned(&parsed.adapter)
+                let (directory, parsed) = directory.shard(model)?;
+                Ok(Self::new(Kind::Directory(directory), parsed.image()))
             }
         }
     }
 
-    /// Keeps what was parsed for the next read, unless that reads all of it again.
-    fn keep(&self, parsed: &Arc<Parsed>) {
-        if let Kind::Directory(directory) = &self.kind
-            && !self.is_scattered
-        {
-            directory.keep(parsed);
-        }
-    }
-
-    fn planned(kind: Kind, image: &SlotImage<'_>) -> Result<Self, AdapterError> {
+    fn new(kind: Kind, image: &SlotImage<'_>) -> Self {
         let (model, dtype) = (image.model().clone(), image.dtype());
-        Ok(Self {
-            kind,
-            model,
-            dtype,
-            bytes: image.bytes(),
-            max_rank: image.max_rank(),
-            is_scattered: image.is_scattered(),
-        })
+        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank() }
     }
 
     /// Size of the adapter's [image](SlotImage::bytes) in bytes.
@@ -142,12 +122,11 @@ impl Source {
         bounds.check(&self.model, self.dtype, self.max_rank)
     }
 
-    /// Reads the adapter and plans its image.
+    /// Calls `pack` with the adapter's image, whose weights are read when it is written.
     pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
-        let pack = |adapter: &Adapter| pack(&adapter.plan(&self.model, self.dtype)?);
         match &self.kind {
-            Kind::Memory(adapter) => pack(adapter),
-            Kind::Directory(directory) => directory.read(self.is_scattered, pack),
+            Kind::Memory(planned) => pack(planned.image()),
+            Kind::Directory(directory) => directory.read(pack),
         }
     }
 }
