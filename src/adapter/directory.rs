@@ -17,10 +17,10 @@ use crate::{DType, error::LoadError, model::Model};
 /// Directories that stay parsed, of the whole process. All of them have one open file each.
 const KEPT: usize = 64;
 
-/// The modules and stacks of these directories, of which each takes some 1.5 KB.
+/// The modules of these directories, of which each takes some 1 KB.
 const KEPT_MODULES: usize = 1 << 18;
 
-/// The directories that stay parsed, from the least recently used one on, and their modules and stacks.
+/// The directories that stay parsed, from the least recently used one on, and their modules.
 static RECENT: Mutex<VecDeque<(Weak<Kept>, usize)>> = Mutex::new(VecDeque::new());
 
 /// What is left of a directory that was parsed.
@@ -34,8 +34,6 @@ pub(crate) struct Directory {
     orientation: Option<Orientation>,
     model: Model,
     dtype: DType,
-    /// Whether a load reads the weights as a whole.
-    is_scattered: bool,
     files: Vec<Stamp>,
     kept: Arc<Kept>,
 }
@@ -56,64 +54,62 @@ impl Directory {
         model: &Model,
         dtype: DType,
     ) -> Result<(Self, Arc<Parsed>), AdapterError> {
-        let (adapter, files) = load(path, &opener, orientation, Access::InPlace)?;
+        let (adapter, files) = load(path, &opener, orientation)?;
         let stamps = files.iter().map(|file| file.stamp.clone()).collect();
         let parsed = Parsed::plan(&adapter, &files, model, dtype)?;
-        let is_scattered = parsed.image().is_scattered();
         let (path, model) = (path.to_owned(), model.clone());
         let kept = Arc::default();
-        let directory = Self { path, opener, orientation, model, dtype, is_scattered, files: stamps, kept };
+        let directory = Self { path, opener, orientation, model, dtype, files: stamps, kept };
         directory.keep(&parsed);
         Ok((directory, parsed))
     }
 
     /// The same directory, for another rank of the model.
     pub(crate) fn shard(&self, model: &Model) -> Result<(Self, Arc<Parsed>), AdapterError> {
-        let whole = self.parsed(false)?;
-        self.keep(&whole);
-        let parsed = Parsed::plan(whole.planned.adapter(), &whole.files, model, self.dtype)?;
-        let is_scattered = parsed.image().is_scattered();
-        let directory = Self { model: model.clone(), is_scattered, kept: Arc::default(), ..self.clone() };
+        let own = self.parsed()?;
+        self.keep(&own);
+        let parsed = Parsed::plan(own.planned.adapter(), &own.files, model, self.dtype)?;
+        let directory = Self { model: model.clone(), kept: Arc::default(), ..self.clone() };
         directory.keep(&parsed);
         Ok((directory, parsed))
     }
 
     /// Calls `pack` with the image. Rejects files that are not those that were checked, or are modified meanwhile.
     pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
-        let parsed = self.parsed(self.is_scattered)?;
+        let parsed = self.parsed()?;
         self.keep(&parsed);
         let packed = pack(parsed.image());
         parsed.files.iter().try_for_each(Opened::check)?;
         packed
     }
 
-    /// The adapter of the files that were checked. With `whole`, the weights are in memory. Otherwise each is read when it is written.
-    fn parsed(&self, whole: bool) -> Result<Arc<Parsed>, AdapterError> {
+    /// The adapter of the files that were checked. Each of its weights is read when it is written.
+    fn parsed(&self) -> Result<Arc<Parsed>, AdapterError> {
         let kept = lock(&self.kept).take();
         // What was changed gives the errors of any other damage.
         if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {
             return Ok(parsed);
         }
-        let access = if whole { Access::Copy } else { Access::InPlace };
-        let (adapter, files) = load(&self.path, &self.opener, self.orientation, access)?;
+        let (adapter, files) = load(&self.path, &self.opener, self.orientation)?;
         match files.iter().find(|file| !self.files.contains(&file.stamp)) {
             Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
             None => Parsed::plan(&adapter, &files, &self.model, self.dtype),
         }
     }
 
-    /// Keeps what was parsed for the next read, in place of the least recently used directory, unless the next one reads all of it again.
+    /// Keeps what was parsed for the next read, in place of the least recently used directory.
     fn keep(&self, parsed: &Arc<Parsed>) {
         // With an index, another file may take its place.
-        if self.is_scattered || parsed.files.len() > 2 {
+        if parsed.files.len() > 2 {
             return;
         }
         *lock(&self.kept) = Some(Arc::clone(parsed));
         let kept = Arc::downgrade(&self.kept);
-        let adapter = parsed.planned.adapter();
+        // Stacks are of many modules, and a rank may have few of an adapter's.
+        let modules = parsed.planned.adapter().modules().len().max(parsed.image().entries().len());
         let mut recent = lock(&RECENT);
         recent.retain(|(other, _)| !other.ptr_eq(&kept) && other.strong_count() > 0);
-        recent.push_back((kept, adapter.modules().len() + adapter.stacks().len()));
+        recent.push_back((kept, modules));
         let stay = num_kept(recent.iter().rev().map(|(_, modules)| *modules));
         let gone = recent.len() - stay;
         let oldest: Vec<_> = recent.drain(..gone).collect();
@@ -151,9 +147,8 @@ fn load(
     path: &Path,
     opener: &Opener,
     orientation: Option<Orientation>,
-    access: Access,
 ) -> Result<(Arc<Adapter>, Arc<[Opened]>), AdapterError> {
-    let (adapter, files) = Adapter::load(path, access, opener)?;
+    let (adapter, files) = Adapter::load(path, Access::InPlace, opener)?;
     Ok((Arc::new(Adapter { orientation, ..adapter }), files.into()))
 }
 

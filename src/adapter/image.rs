@@ -3,7 +3,12 @@
 //! Factors are stored one after the other in the formats of [`layout`](super::layout), each aligned to
 //! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES).
 
-use std::{cell::Cell, ops::Range};
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, HashMap},
+    mem,
+    ops::Range,
+};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -11,7 +16,7 @@ use rayon::prelude::*;
 use super::{
     error::AdapterError,
     layout::{B, EmbeddingA, K_TILE, LinearA},
-    rectangle::Rectangle,
+    rectangle::{Part, Rectangle},
 };
 use crate::{
     DType, Element,
@@ -90,11 +95,6 @@ impl<'a> SlotImage<'a> {
     /// Adds what experts have in common. Their own entries do not depend on it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
-    }
-
-    /// Whether elements of some factors are apart, so that a file is read faster as a whole.
-    pub(crate) fn is_scattered(&self) -> bool {
-        self.parts.iter().any(Rectangle::is_scattered)
     }
 
     pub(crate) fn model(&self) -> &Model {
@@ -177,17 +177,20 @@ impl<'a> SlotImage<'a> {
         written: impl Fn(usize, &[u8]) -> Result<(), LoadError> + Sync,
     ) -> Result<(), LoadError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
-        let size =
-            |sources: &[Rectangle<'_>]| sources.iter().map(Rectangle::block_elems).sum::<usize>() * self.dtype.bytes();
-        let (mut parts, mut rest, mut first, mut offset) = (Vec::new(), block, 0, 0);
-        for next in 1..=self.parts.len() {
-            let sources = &self.parts[first..next];
-            let bytes = size(sources);
-            if bytes >= part_bytes || next == self.parts.len() {
+        // No part ends between factors that are written together.
+        let between = || self.parts.iter().enumerate().filter_map(|(at, source)| Some((source.between()?, at)));
+        let last_between: HashMap<_, _> = between().collect();
+        let mut ends = between().map(|(place, at)| (at, last_between[&place])).peekable();
+        let (mut parts, mut rest, mut first, mut offset, mut bytes, mut end) = (Vec::new(), block, 0, 0, 0, 0);
+        for (last, source) in self.parts.iter().enumerate() {
+            bytes += source.block_elems() * self.dtype.bytes();
+            end = ends.next_if(|(at, _)| *at == last).map_or(end, |(_, last)| end.max(last));
+            if bytes >= part_bytes && last >= end || last + 1 == self.parts.len() {
                 let part;
-                (part, rest) = rest.split_at_mut(bytes);
-                parts.push((offset, sources, part));
-                (first, offset) = (next, offset + bytes);
+                (part, rest) = rest.split_at_mut(mem::take(&mut bytes));
+                offset += part.len();
+                parts.push((offset - part.len(), &self.parts[first..=last], part));
+                first = last + 1;
             }
         }
         let write = |(offset, sources, part): (usize, &[Rectangle<'_>], &mut [u8])| {
@@ -299,16 +302,38 @@ fn write_parts(dtype: DType, parts: &[Rectangle<'_>], block: &mut [u8]) -> Resul
 
 /// Writes consecutive parts of a block, in parallel.
 fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<(), AdapterError> {
-    let mut parts = Vec::with_capacity(sources.len());
+    let (mut groups, mut places) = (Vec::<Vec<Part<'_, '_>>>::with_capacity(sources.len()), HashMap::new());
+    let mut group_of = Vec::with_capacity(sources.len());
     for source in sources {
         let part;
         (part, block) = block.split_at_mut(source.block_elems() * size_of::<T>());
-        parts.push((source, part));
+        let group = source.between().map_or(groups.len(), |place| *places.entry(place).or_insert(groups.len()));
+        match groups.get_mut(group) {
+            Some(parts) => parts.push((source, part)),
+            None => groups.push(vec![(source, part)]),
+        }
+        group_of.push(group);
     }
-    let write = |(source, part): (&Rectangle<'_>, &mut [u8])| source.write::<T>(part).err();
-    let error =
-        if is_nested() { parts.into_iter().find_map(write) } else { parts.into_par_iter().find_map_first(write) };
-    error.map_or(Ok(()), Err)
+    // With the error, if there is one already.
+    let failure = |(group, parts)| match Rectangle::write::<T>(parts) {
+        Ok(true) => None,
+        written => Some((group, written.err())),
+    };
+    let is_nested = is_nested();
+    let failures: BTreeMap<_, _> = if is_nested {
+        groups.into_iter().enumerate().filter_map(failure).collect()
+    } else {
+        groups.into_par_iter().enumerate().filter_map(failure).collect()
+    };
+    // The error of the first factor, whichever thread has found one first.
+    let failed = sources.iter().zip(group_of).filter(|(_, group)| failures.contains_key(group));
+    let failed: Vec<_> = failed.map(|(source, _)| source).collect();
+    let error = if is_nested {
+        failed.into_iter().find_map(Rectangle::error::<T>)
+    } else {
+        failed.into_par_iter().find_map_first(Rectangle::error::<T>)
+    };
+    error.or(failures.into_values().find_map(|error| error)).map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //!
 //! Invariant: its views lie inside their tensor.
 
-use std::{array::from_fn, cell::RefCell};
+use std::{array::from_fn, cell::RefCell, marker::PhantomData, mem};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::{
     error::AdapterError,
     image::is_nested,
-    layout::{self, B, CORE, CORE_ELEMS, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
-    tensor::{Rows as StoredRows, View},
+    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
+    tensor::{Between, Rows as StoredRows, View},
 };
 use crate::{DType, Element, model::Rows};
 
@@ -54,9 +54,9 @@ impl<'a> Rectangle<'a> {
         Self { views: views.collect(), rank: view.cols, features: rows.len, kind: Kind::B }
     }
 
-    /// Whether a part of it is [scattered](View::is_scattered).
-    pub(super) fn is_scattered(&self) -> bool {
-        self.views.iter().any(View::is_scattered)
+    /// Factors for which this is the same are written together.
+    pub(super) fn between(&self) -> Option<Between> {
+        if let [view] = &self.views[..] { view.between() } else { None }
     }
 
     /// Size in a block in elements, including padding.
@@ -69,20 +69,27 @@ impl<'a> Rectangle<'a> {
         }
     }
 
-    /// Writes the factor to `part`, which has its size.
-    pub(super) fn write<T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
-        let Some(view) = self.views.first() else {
-            part.fill(0);
-            return Ok(());
-        };
-        match view.tensor.dtype() {
-            DType::BF16 => self.convert::<bf16, T>(part),
-            DType::F16 => self.convert::<f16, T>(part),
-            DType::F32 => self.convert::<f32, T>(part),
+    /// Writes factors to these parts, which have their sizes, and returns whether every element is finite. Several factors lie
+    /// [between](Self::between) each other.
+    pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
+        let view = factors.first().and_then(|(factor, _)| factor.views.first());
+        match view.map(|view| view.tensor.dtype()) {
+            None => factors.into_iter().for_each(|(_, part)| part.fill(0)),
+            Some(DType::BF16) => return Self::convert_all::<bf16, T>(factors),
+            Some(DType::F16) => return Self::convert_all::<f16, T>(factors),
+            Some(DType::F32) => return Self::convert_all::<f32, T>(factors),
+        }
+        Ok(true)
+    }
+
+    fn convert_all<S: Element, T: Element>(mut factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
+        match &mut factors[..] {
+            [(factor, part)] => factor.convert::<S, T>(part),
+            _ => convert_together::<S, T>(factors),
         }
     }
 
-    fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<(), AdapterError> {
+    fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
         /// Large enough to be worth scheduling, small enough for threads to have as much to do.
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
@@ -97,14 +104,13 @@ impl<'a> Rectangle<'a> {
         }
         let features = stripes * TILE_FEATURES;
         let pack = |(task, part): (usize, &mut [u8])| self.narrowed(task * features, features).pack::<S, T>(part);
-        let is_finite = if is_nested() {
+        if is_nested() {
             let mut tasks = part.chunks_mut(stripes * stripe_bytes).enumerate();
-            tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))?
+            tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))
         } else {
             let tasks = part.par_chunks_mut(stripes * stripe_bytes).enumerate();
-            tasks.map(pack).try_reduce(|| true, |a, b| Ok(a && b))?
-        };
-        if is_finite { Ok(()) } else { self.unrepresentable::<S, T>() }
+            tasks.map(pack).try_reduce(|| true, |a, b| Ok(a && b))
+        }
     }
 
     /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile.
@@ -141,65 +147,54 @@ impl<'a> Rectangle<'a> {
 
     /// Writes the factor and returns whether every element is finite.
     fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
-        thread_local! {
-            static BUFFERS: RefCell<Buffers> = const { RefCell::new(Buffers { loaded: Vec::new(), written: Vec::new() }) };
-        }
-        // Not borrowed meanwhile: a handle of the user's that has the bytes may itself pack another adapter on this thread.
-        let mut buffers = BUFFERS.take();
-        let packed = self.pack_through::<S, T>(part, &mut buffers);
-        BUFFERS.set(buffers);
-        packed
+        with_buffers(self.views.len(), |buffers| {
+            let views = self.views.iter().zip(buffers);
+            let views = views.map(|(view, buffer)| view.load(buffer)).collect::<Result<Vec<_>, _>>()?;
+            Ok(self.pack_rows::<S, T>(&views, part))
+        })
     }
 
-    /// As [`pack`](Self::pack), through `buffers`.
-    fn pack_through<S: Element, T: Element>(
-        &self,
-        part: &mut [u8],
-        Buffers { loaded, written }: &mut Buffers,
-    ) -> Result<bool, AdapterError> {
-        loaded.resize_with(self.views.len().max(loaded.len()), Vec::new);
-        let views = self.views.iter().zip(loaded);
-        let views = views.map(|(view, buffer)| view.load(buffer)).collect::<Result<Vec<_>, _>>()?;
+    /// As [`pack`](Self::pack), from rows.
+    fn pack_rows<S: Element, T: Element>(&self, views: &[StoredRows<'_>], part: &mut [u8]) -> bool {
         let rows = views.iter().flat_map(StoredRows::iter);
-        let (rank, core_bytes) = (self.rank, CORE_ELEMS * size_of::<T>());
-        let mut pieces = Pieces { written, are_finite: true };
+        let (rank, mut stores) = (self.rank, Stores::<T>::new(part));
         match self.kind {
             Kind::LinearA => {
                 let rows: Vec<_> = rows.collect();
-                let tile_elems = layout::stripe_elems(rank) * (K_TILE / TILE_FEATURES);
-                for (k_tile, part) in part.chunks_exact_mut(tile_elems * size_of::<T>()).enumerate() {
-                    for (ranks, part) in part.chunks_exact_mut(CORE * K_TILE * size_of::<T>()).enumerate() {
+                for k_tile in 0..self.features.div_ceil(K_TILE) {
+                    for ranks in 0..rank.div_ceil(CORE) {
                         let rows = from_fn(|row| rows.get(ranks * CORE + row).copied().unwrap_or_default());
-                        pieces.write::<T>(part, |part| {
-                            for (core, out) in part.chunks_exact_mut(core_bytes).enumerate() {
-                                write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, out);
-                            }
-                        });
+                        for core in 0..K_TILE / CORE {
+                            write_core::<S, T>(rows, k_tile * K_TILE + core * CORE, &mut stores);
+                        }
                     }
                 }
             }
-            Kind::B => match &views[..] {
+            Kind::B => match views {
                 // Without the cost of an iterator over several views for each short row.
-                [view] => write_b::<S, T>(view.iter(), rank, part, &mut pieces),
-                _ => write_b::<S, T>(rows, rank, part, &mut pieces),
+                [view] => write_b::<S, T>(view.iter(), self.features, rank, &mut stores),
+                _ => write_b::<S, T>(rows, self.features, rank, &mut stores),
             },
             Kind::EmbeddingA => {
                 let rows: Vec<_> = rows.collect();
-                let row_bytes = rank.next_multiple_of(TILE_RANKS) * size_of::<T>();
-                for (first, part) in part.chunks_mut(TILE_FEATURES * row_bytes).enumerate() {
-                    pieces.write::<T>(part, |part| {
-                        for (id, part) in part.chunks_exact_mut(row_bytes).enumerate() {
-                            for (ranks, out) in part.chunks_exact_mut(CORE * size_of::<T>()).enumerate() {
-                                let row = |rank| rows.get(ranks * CORE + rank).copied().unwrap_or_default();
-                                let id = first * TILE_FEATURES + id;
-                                write_row::<S, T>(from_fn(|rank| element::<S>(row(rank), id)), out);
-                            }
-                        }
-                    });
+                for id in 0..self.features.next_multiple_of(TILE_FEATURES) {
+                    let row = |rank: usize| rows.get(rank).copied().unwrap_or_default();
+                    let element = |rank| convert(element::<S>(row(rank), id));
+                    stores.rows(rank.div_ceil(CORE), |ranks| from_fn(|rank| element(ranks * CORE + rank)));
                 }
             }
         }
-        Ok(pieces.end())
+        stores.end()
+    }
+
+    /// The error of a factor that could not be written.
+    pub(super) fn error<T: Element>(&self) -> Option<AdapterError> {
+        let find = match self.views.first()?.tensor.dtype() {
+            DType::BF16 => Self::unrepresentable::<bf16, T>,
+            DType::F16 => Self::unrepresentable::<f16, T>,
+            DType::F32 => Self::unrepresentable::<f32, T>,
+        };
+        find(self).err()
     }
 
     /// Returns the error for the first weight that is not finite in `T`.
@@ -218,58 +213,131 @@ impl<'a> Rectangle<'a> {
     }
 }
 
-/// Memory of a thread for what it packs.
-#[derive(Debug, Default)]
-struct Buffers {
-    /// What is in a file, or in columns, by view.
-    loaded: Vec<Vec<u8>>,
-    written: Vec<u8>,
+/// Calls `read` with as many buffers of this thread.
+fn with_buffers<R>(count: usize, read: impl FnOnce(&mut [Vec<u8>]) -> R) -> R {
+    thread_local! {
+        static BUFFERS: RefCell<Vec<Vec<u8>>> = const { RefCell::new(Vec::new()) };
+    }
+    // Not borrowed meanwhile: a handle of the user's that has the bytes may itself pack another adapter on this thread.
+    let mut buffers = BUFFERS.take();
+    buffers.resize_with(count.max(buffers.len()), Vec::new);
+    let result = read(&mut buffers[..count]);
+    BUFFERS.set(buffers);
+    result
 }
 
-/// A part of a block that is written piece by piece, each of a few KB in a cache of this core, and then stored past the caches: the device
-/// copies it from there. What it copied from the caches of many cores would delay the step beside the load (benches/record/designs.md).
+/// A factor and its part of a block.
+pub(super) type Part<'s, 'a> = (&'s Rectangle<'a>, &'s mut [u8]);
+
+/// Writes factors that lie [between](Rectangle::between) each other, reading what they have once.
+fn convert_together<S: Element, T: Element>(factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
+    // Some features of all factors, which are packed from a cache of this core.
+    let mut tasks: Vec<Vec<Part<'_, '_>>> = Vec::new();
+    let features_of = |factor: &Rectangle<'_>| match factor.kind {
+        Kind::LinearA => K_TILE,
+        Kind::EmbeddingA | Kind::B => TILE_FEATURES,
+    };
+    for (factor, part) in factors {
+        let task_bytes = layout::stripe_elems(factor.rank) * (features_of(factor) / TILE_FEATURES) * size_of::<T>();
+        for (task, part) in part.chunks_mut(task_bytes).enumerate() {
+            tasks.resize_with(tasks.len().max(task + 1), Vec::new);
+            tasks[task].push((factor, part));
+        }
+    }
+    let pack = |(task, parts): (usize, Vec<Part<'_, '_>>)| {
+        let narrowed = parts.into_iter().map(|(factor, part)| {
+            let features = features_of(factor);
+            (factor.narrowed(task * features, features), part)
+        });
+        let mut narrowed: Vec<_> = narrowed.collect();
+        let views: Vec<_> = narrowed.iter().flat_map(|(factor, _)| factor.views.first().copied()).collect();
+        with_buffers(2, |buffers| {
+            let (read, gathered) = buffers.split_at_mut(1);
+            let mut is_finite = true;
+            View::load_together(&views, [&mut read[0], &mut gathered[0]], |number, rows| {
+                let (factor, part) = &mut narrowed[number];
+                is_finite &= factor.pack_rows::<S, T>(&[rows], part);
+            })?;
+            Ok(is_finite)
+        })
+    };
+    if is_nested() {
+        tasks.into_iter().enumerate().map(pack).try_fold(true, |a, b| Ok(b? && a))
+    } else {
+        tasks.into_par_iter().enumerate().map(pack).try_reduce(|| true, |a, b| Ok(a && b))
+    }
+}
+
+/// Elements of a row of a core.
+type CoreRow<T> = [T; CORE];
+
+/// A part of a block that is written past the caches, one row of a core after the other: the device copies it from there. What it copied
+/// from the caches of many cores would delay the step beside the load (benches/record/designs.md).
 #[derive(Debug)]
-struct Pieces<'a> {
-    written: &'a mut Vec<u8>,
-    are_finite: bool,
+struct Stores<'a, T> {
+    part: &'a mut [[u8; WORD]],
+    /// Whether words can be stored past the caches.
+    is_aligned: bool,
+    /// Sums whose element has its first bit set if one was not finite.
+    overflows: [u64; 2],
+    element: PhantomData<T>,
 }
 
-impl Pieces<'_> {
-    /// Lets `write` write the next piece.
+/// Bytes that are stored at once.
+const WORD: usize = 16;
+
+impl<'a, T: Element> Stores<'a, T> {
+    /// The exponents of the elements, all ones, and the first bits.
+    const EXPONENTS: u64 = match T::DTYPE {
+        DType::BF16 => 0x7f80_7f80_7f80_7f80,
+        DType::F16 => 0x7c00_7c00_7c00_7c00,
+        DType::F32 => 0x7f80_0000_7f80_0000,
+    };
+    const LOWEST: u64 = Self::EXPONENTS & !(Self::EXPONENTS << 1);
+
+    fn new(part: &'a mut [u8]) -> Self {
+        let is_aligned = part.as_ptr().addr().is_multiple_of(WORD);
+        Self { part: part.as_chunks_mut().0, is_aligned, overflows: [0; 2], element: PhantomData }
+    }
+
+    /// Writes the next `count` rows.
     #[inline(always)]
-    fn write<T: Element>(&mut self, piece: &mut [u8], write: impl FnOnce(&mut [u8])) {
-        // Only what is new is cleared.
-        self.written.resize(piece.len().max(self.written.len()), 0);
-        let written = &mut self.written[..piece.len()];
-        write(written);
-        self.are_finite &= are_finite::<T>(written);
-        store_past_caches(written, piece);
+    fn rows(&mut self, count: usize, row: impl Fn(usize) -> CoreRow<T>) {
+        let words = size_of::<CoreRow<T>>() / WORD;
+        let (part, rest) = mem::take(&mut self.part).split_at_mut(count * words);
+        self.part = rest;
+        let [mut low, mut high] = self.overflows;
+        for (number, part) in part.chunks_exact_mut(words).enumerate() {
+            let row = row(number);
+            for (word, to) in bytemuck::bytes_of(&row).as_chunks::<WORD>().0.iter().zip(part) {
+                let halves: [u64; 2] = bytemuck::pod_read_unaligned(word);
+                // An exponent of ones and its lowest bit are the first bit of the element, and no other exponent reaches it. Looks at all
+                // elements, which is faster than to stop at one that is not finite.
+                low |= (halves[0] & Self::EXPONENTS) + Self::LOWEST;
+                high |= (halves[1] & Self::EXPONENTS) + Self::LOWEST;
+                if self.is_aligned { store_past_caches(word, to) } else { *to = *word }
+            }
+        }
+        self.overflows = [low, high];
     }
 
     /// Ends the part. Returns whether all elements are finite.
     fn end(self) -> bool {
         end_stores();
-        self.are_finite
+        self.overflows.iter().all(|overflow| overflow & (Self::EXPONENTS + Self::LOWEST) == 0)
     }
 }
 
-/// Copies bytes to a slice of their length, whose last bytes and whose whole, if it is misaligned, may remain in a cache.
+/// Copies a word to an address that is a multiple of its size.
 #[cfg(target_arch = "x86_64")]
+#[inline(always)]
 #[expect(unsafe_code, reason = "calls the instructions")]
-fn store_past_caches(from: &[u8], to: &mut [u8]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    const BYTES: usize = size_of::<__m128i>();
-    if !to.as_ptr().addr().is_multiple_of(BYTES) {
-        return to.copy_from_slice(from);
-    }
-    let ((from, last), (to, last_to)) = (from.as_chunks::<BYTES>(), to.as_chunks_mut::<BYTES>());
-    for (from, to) in from.iter().zip(to) {
-        // SAFETY: it has 16 bytes, at any address. The instruction is of every x86-64 processor, as the others are.
-        let bytes = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
-        // SAFETY: it has 16 bytes, too. The target begins at a multiple of 16 bytes, and so does each of its chunks.
-        unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), bytes) };
-    }
-    last_to.copy_from_slice(last);
+fn store_past_caches(from: &[u8; WORD], to: &mut [u8; WORD]) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+    // SAFETY: it has 16 bytes, at any address. The instruction is of every x86-64 processor, as the other is.
+    let word = unsafe { _mm_loadu_si128(from.as_ptr().cast()) };
+    // SAFETY: it has 16 bytes, too, and begins at a multiple of them.
+    unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), word) };
 }
 
 /// Other threads, and the copies that they enqueue, see the stores of this thread after this, as they see all others.
@@ -281,8 +349,8 @@ fn end_stores() {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn store_past_caches(from: &[u8], to: &mut [u8]) {
-    to.copy_from_slice(from);
+fn store_past_caches(from: &[u8; WORD], to: &mut [u8; WORD]) {
+    *to = *from;
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -291,45 +359,40 @@ fn end_stores() {}
 /// Writes B from its rows. Outputs without a row are zero.
 fn write_b<'a, S: Element, T: Element>(
     mut rows: impl Iterator<Item = &'a [u8]>,
+    features: usize,
     rank: usize,
-    part: &mut [u8],
-    pieces: &mut Pieces<'_>,
+    stores: &mut Stores<'_, T>,
 ) {
-    for part in part.chunks_exact_mut(layout::stripe_elems(rank) * size_of::<T>()) {
+    for _ in 0..features.div_ceil(TILE_FEATURES) {
         let outputs: [_; TILE_FEATURES] = from_fn(|_| rows.next().unwrap_or_default());
-        pieces.write::<T>(part, |part| {
-            for (i, out) in part.chunks_exact_mut(CORE_ELEMS * size_of::<T>()).enumerate() {
-                let (first, core) = (i / CORE * TILE_RANKS, i % CORE);
+        for ranks in 0..rank.div_ceil(TILE_RANKS) {
+            for core in 0..TILE_FEATURES / CORE {
                 let output = |n| core / 4 * 32 + n / 2 * 8 + core % 4 * 2 + n % 2;
-                write_core::<S, T>(from_fn(|n| outputs[output(n)]), first, out);
+                write_core::<S, T>(from_fn(|n| outputs[output(n)]), ranks * TILE_RANKS, stores);
             }
-        });
-    }
-}
-
-/// Writes the core of 8 rows whose first element is `first` in each. Rows that end earlier are followed by zeros.
-#[inline(always)]
-fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, out: &mut [u8]) {
-    for (row, out) in rows.into_iter().zip(out.chunks_exact_mut(CORE * size_of::<T>())) {
-        match row.get(first * size_of::<S>()..(first + CORE) * size_of::<S>()) {
-            // The same bits, and faster than a conversion of each element to its own type.
-            Some(elements) if S::DTYPE == T::DTYPE => out.copy_from_slice(elements),
-            Some(elements) => write_row::<S, T>(bytemuck::pod_read_unaligned(elements), out),
-            None => write_row::<S, T>(from_fn(|i| element(row, first + i)), out),
         }
     }
 }
 
-/// Writes 8 elements.
-#[inline(always)]
-fn write_row<S: Element, T: Element>(elements: [S; CORE], out: &mut [u8]) {
-    out.copy_from_slice(bytemuck::cast_slice(&elements.map(convert::<S, T>)));
+/// Elements from `first` on of a row that ends before the core does.
+#[cold]
+#[inline(never)]
+fn last_row<S: Element>(row: &[u8], first: usize) -> CoreRow<S> {
+    from_fn(|i| element(row, first + i))
 }
 
-/// Whether all elements are finite. Looks at all of them, which is faster than to stop at one that is not.
-fn are_finite<T: Element>(piece: &[u8]) -> bool {
-    let elements = piece.chunks_exact(size_of::<T>());
-    elements.fold(true, |are_finite, element| are_finite & bytemuck::pod_read_unaligned::<T>(element).is_finite())
+/// Writes the core of 8 rows whose first element is `first` in each. Rows that end earlier are followed by zeros.
+#[inline(always)]
+fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, stores: &mut Stores<'_, T>) {
+    stores.rows(CORE, |row| {
+        let row = rows[row];
+        let elements: CoreRow<S> = match row.get(first * size_of::<S>()..(first + CORE) * size_of::<S>()) {
+            Some(elements) => bytemuck::pod_read_unaligned(elements),
+            None => last_row(row, first),
+        };
+        // The same bits, and faster than a conversion of each element to its own type.
+        if S::DTYPE == T::DTYPE { bytemuck::cast(elements) } else { elements.map(convert) }
+    });
 }
 
 #[inline(always)]
@@ -344,49 +407,55 @@ fn element<S: Element>(row: &[u8], index: usize) -> S {
 
 #[cfg(test)]
 mod tests {
+    use std::array::from_fn;
+
     use half::{bf16, f16};
 
-    use super::{Pieces, are_finite};
+    use super::{CORE, Stores};
     use crate::Element;
 
     /// At any address, and of any length.
     #[test]
-    fn pieces_are_stored_as_they_are_written() {
-        let value = |at: usize| (at * 7 + 5).to_le_bytes()[0];
-        let mut written = vec![0xdd; 8];
-        for (offset, len) in (0..=16).flat_map(|offset| (0..=100).map(move |len| (offset, len))) {
-            let mut block = [0xee; 160];
-            let mut pieces = Pieces { written: &mut written, are_finite: true };
-            for (number, piece) in block[offset..][..len].chunks_mut(40).enumerate() {
-                pieces.write::<f32>(piece, |piece| {
-                    piece.iter_mut().enumerate().for_each(|(at, byte)| *byte = value(number * 40 + at));
-                });
+    fn rows_are_stored_one_after_the_other() {
+        for (offset, rows) in (0..=16).flat_map(|offset| (0..=4).map(move |rows| (offset, rows))) {
+            let value = |row: usize, element: usize| bf16::from_f32((row * CORE + element) as f32);
+            let (row_bytes, mut block) = (CORE * size_of::<bf16>(), [0xee; 96]);
+            let mut stores = Stores::<bf16>::new(&mut block[offset..][..rows * row_bytes]);
+            stores.rows(rows, |row| from_fn(|element| value(row, element)));
+            assert!(stores.end());
+            let rows_of_block = block[offset..].chunks_exact(row_bytes).take(rows).enumerate();
+            for (row, bytes) in rows_of_block {
+                let got: [bf16; CORE] = bytemuck::pod_read_unaligned(bytes);
+                assert_eq!(got, from_fn(|element| value(row, element)), "{rows} rows at {offset}");
             }
-            pieces.end();
-            let is_right = |(at, &byte): (usize, &u8)| {
-                byte == if (offset..offset + len).contains(&at) { value(at - offset) } else { 0xee }
-            };
-            assert!(block.iter().enumerate().all(is_right), "{len} bytes at {offset}");
+            let is_beside = |at: &usize| !(offset..offset + rows * row_bytes).contains(at);
+            assert!((0..block.len()).filter(is_beside).all(|at| block[at] == 0xee), "{rows} rows at {offset}");
         }
     }
 
     #[test]
     fn elements_that_are_not_finite_are_found() {
         fn check<T: Element>(most: T) {
-            let mut piece = [T::default(); 24];
-            for at in 0..piece.len() {
-                for (value, is_finite) in [
-                    (most, true),
-                    (T::from_f32(-most.to_f32()), true),
-                    (T::from_f32(f32::INFINITY), false),
-                    (T::from_f32(f32::NEG_INFINITY), false),
-                    (T::from_f32(f32::NAN), false),
-                    (T::from_f32(-f32::NAN), false),
-                ] {
-                    piece[at] = value;
-                    assert_eq!(are_finite::<T>(bytemuck::cast_slice(&piece)), is_finite, "{at}, {}", value.to_f32());
+            for (at, (value, is_finite)) in (0..CORE).flat_map(|at| {
+                [
+                    (most.to_f32(), true),
+                    (-most.to_f32(), true),
+                    (0.0, true),
+                    (f32::INFINITY, false),
+                    (f32::NEG_INFINITY, false),
+                    (f32::NAN, false),
+                    (-f32::NAN, false),
+                ]
+                .map(|value| (at, value))
+            }) {
+                for row in 0..2 {
+                    let mut block = [0; 2 * CORE * size_of::<f32>()];
+                    let mut stores = Stores::<T>::new(&mut block);
+                    let other = T::from_f32(-most.to_f32());
+                    let element = |at_of| if at_of == (row, at) { T::from_f32(value) } else { other };
+                    stores.rows(2, |row| from_fn(|at| element((row, at))));
+                    assert_eq!(stores.end(), is_finite, "{at}, {value}");
                 }
-                piece[at] = T::default();
             }
         }
         check(bf16::MAX);

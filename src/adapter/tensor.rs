@@ -271,6 +271,9 @@ impl<'a> Stored<'a> {
     }
 }
 
+/// A tensor, a row or a column in it, and the strides of views that lie between each other there.
+pub(super) type Between = (usize, usize, [usize; 2]);
+
 /// A strided matrix in a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct View<'a> {
@@ -330,26 +333,59 @@ impl<'a> View<'a> {
             return Ok(Rows { bytes, stride, len, rows });
         }
         let mut read = Vec::new();
-        buffer.clear();
-        if self.col_stride == 1 {
-            for row in 0..rows {
-                buffer.extend_from_slice(tensor.read(span(row..row + 1), &mut read)?);
-            }
-        } else {
+        if self.col_stride > 1 {
             let bytes = tensor.read(span(0..rows), &mut read)?;
-            for row in 0..rows {
-                for col in 0..cols {
-                    let first = (row * self.row_stride + col * self.col_stride) * size;
-                    buffer.extend_from_slice(&bytes[first..first + size]);
-                }
-            }
+            return Ok(self.gather(bytes, self.start, buffer));
+        }
+        buffer.clear();
+        for row in 0..rows {
+            buffer.extend_from_slice(tensor.read(span(row..row + 1), &mut read)?);
         }
         Ok(Rows { bytes: buffer, stride: len, len, rows })
     }
 
-    /// Whether neither the elements of a row nor those of a column are contiguous, so that what is between them is read with them.
-    pub(super) fn is_scattered(&self) -> bool {
-        self.col_stride > 1 && self.row_stride > 1
+    /// The matrix, of which `bytes` begin with the tensor's element `first`.
+    fn gather<'b>(&self, bytes: &[u8], first: usize, buffer: &'b mut Vec<u8>) -> Rows<'b> {
+        fn copy<const SIZE: usize>(from: &[u8], step: usize, to: &mut [u8]) {
+            for (from, to) in from.chunks(step * SIZE).zip(to.as_chunks_mut::<SIZE>().0) {
+                to.copy_from_slice(&from[..SIZE]);
+            }
+        }
+        let (rows, size, step) = (self.rows, self.tensor.dtype.bytes(), self.col_stride);
+        let len = self.cols * size;
+        // Only what is new is cleared.
+        buffer.resize((rows * len).max(buffer.len()), 0);
+        let to = &mut buffer[..rows * len];
+        for (row, to) in to.chunks_exact_mut(len).enumerate() {
+            let from = &bytes[(self.at(row, 0) - first) * size..];
+            if size == 2 { copy::<2>(from, step, to) } else { copy::<4>(from, step, to) }
+        }
+        Rows { bytes: to, stride: len, len, rows }
+    }
+
+    /// Calls `take` with each of these views, which lie [between each other](Self::between), and its number. What they have is read once.
+    pub(super) fn load_together(
+        views: &[Self],
+        [read, buffer]: [&mut Vec<u8>; 2],
+        mut take: impl FnMut(usize, Rows<'_>),
+    ) -> Result<(), AdapterError> {
+        let first = views.iter().map(|view| view.start).min();
+        let last = views.iter().map(|view| view.at(view.rows - 1, view.cols - 1)).max();
+        let (Some(tensor), Some(first), Some(last)) = (views.first().map(|view| view.tensor), first, last) else {
+            return Ok(());
+        };
+        let size = tensor.dtype.bytes();
+        let bytes = tensor.read(first * size..(last + 1) * size, read)?;
+        views.iter().enumerate().for_each(|(number, view)| take(number, view.gather(bytes, first, buffer)));
+        Ok(())
+    }
+
+    /// Where its elements are, if neither those of a row nor those of a column are contiguous. Views with the same place lie between each
+    /// other in a tensor, and have the same strides.
+    pub(super) fn between(&self) -> Option<Between> {
+        let [low, high] = [self.row_stride.min(self.col_stride), self.row_stride.max(self.col_stride)];
+        let place = (std::ptr::from_ref(self.tensor).addr(), self.start / high, [self.row_stride, self.col_stride]);
+        (low > 1 && self.rows > 0 && self.cols > 0).then_some(place)
     }
 
     /// Whether a file is read once for all rows, and not for some at a time.
