@@ -509,9 +509,6 @@ typedef struct aril_experts_args {
   // one, an activation of the same routes that announces the ends of its blocks. Then x waits for
   // these.
   int32_t inputs_complete;
-  // In that activation, and with inputs_complete 2: its expand_blocks, up to ARIL_ACTIVATION_BLOCKS,
-  // of up to ARIL_EACH_BLOCK_ROUTES routes. Otherwise 0.
-  int32_t activation_blocks;
   int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;
@@ -542,6 +539,10 @@ typedef struct aril_experts_args {
   aril_routing routing;
   aril_top_k top_k;
   aril_groups groups;
+  // In an activation that announces the ends of its blocks, and with inputs_complete 2: the
+  // activation's expand_blocks, up to ARIL_ACTIVATION_BLOCKS, of up to ARIL_EACH_BLOCK_ROUTES routes.
+  // Otherwise 0.
+  int32_t activation_blocks;
 } aril_experts_args;
 
 // Its launches, as the plan divides them (src/plan/experts.rs). No choice changes the bits. With

@@ -363,7 +363,6 @@ pub struct aril_experts_args {
     pub rows_weighted: i32,
     pub groups_routes: i32,
     pub inputs_complete: i32,
-    pub activation_blocks: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -387,6 +386,7 @@ pub struct aril_experts_args {
     pub routing: aril_routing,
     pub top_k: aril_top_k,
     pub groups: aril_groups,
+    pub activation_blocks: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
