@@ -30,7 +30,7 @@ impl Source {
     ///
     /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files that have been
     /// modified or replaced since are an error of the load. The last 64 directories of the process that were checked or loaded stay
-    /// parsed and planned, each with its weight file open, unless they have more than 262,144 modules together. Adapters with
+    /// parsed and planned, each with its weight file open, unless they have more than 262,144 modules together, of some 1 KB each. Adapters with
     /// [base weights](Adapter::base_weights) must come from [memory](Self::memory).
     ///
     /// # Errors

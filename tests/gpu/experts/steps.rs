@@ -434,11 +434,23 @@ fn live_routes_have_any_of_the_captured_rows() {
     }
 }
 
+/// Experts of [`case_of_three`].
+const EXPERTS: usize = 12;
+
+/// With three adapters, so many tokens and experts for each.
+fn case_of_three(routes: [usize; 2]) -> Case {
+    let adapters = vec![
+        Lora::of_own_ranks(EXPERTS, 24),
+        Lora::shared_outer(EXPERTS, 16),
+        Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3]),
+    ];
+    Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, routes)
+}
+
 /// Behind a base operation that lets them start before it has written y: it copies the case's y into one of NaN, later than shrink ends.
 #[test]
 #[ignore = "needs a GPU"]
 fn deltas_beside_the_base_agree_with_the_reference() {
-    const EXPERTS: usize = 12;
     const OPS: [Op; 4] = [Op::Activate(Act::Silu), Op::AddCombined, Op::Combine, Op::Activate(Act::SwigluOai)];
     const MICROSECONDS: u64 = 50;
     fn run<T: Element + Pod>(gpu: &Gpu, late: &Late, case: &Case) {
@@ -479,12 +491,7 @@ fn deltas_beside_the_base_agree_with_the_reference() {
     // Each operation groups the routes, the first block of the first one does, and there are more for a token than a warp reads at once.
     for (tokens, top_k) in [(1, 8), (8, 8), (choose(40, 17), 8), (2, 40)] {
         for dtype in [Dtype::BF16, Dtype::F16] {
-            let adapters = vec![
-                Lora::of_own_ranks(EXPERTS, 24),
-                Lora::shared_outer(EXPERTS, 16),
-                Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3]),
-            ];
-            let case = Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, [tokens, top_k]);
+            let case = case_of_three([tokens, top_k]);
             let case = Case { dtype, ..case };
             match case.dtype {
                 Dtype::BF16 => run::<bf16>(&gpu, &late, &case),
@@ -498,7 +505,6 @@ fn deltas_beside_the_base_agree_with_the_reference() {
 #[test]
 #[ignore = "needs a GPU"]
 fn combines_beside_their_activation_have_the_same_bits() {
-    const EXPERTS: usize = 12;
     fn run<T: Element + Pod>(gpu: &Gpu, late: &Late, case: &Case) {
         let mut layer = Layer::<T>::new(gpu, case, &[Op::Activate(Act::Silu), Op::Combine]);
         let pairs = layer.load_all(case);
@@ -523,12 +529,7 @@ fn combines_beside_their_activation_have_the_same_bits() {
     let late = Late::new(&gpu);
     for (tokens, top_k) in [(1, 8), (8, 8), (3, 5), (17, 8)] {
         for dtype in [Dtype::BF16, Dtype::F16] {
-            let adapters = vec![
-                Lora::of_own_ranks(EXPERTS, 24),
-                Lora::shared_outer(EXPERTS, 16),
-                Lora::of_one_rank(EXPERTS, 8, [[true; 2]; 3]),
-            ];
-            let case = Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, [tokens, top_k]);
+            let case = case_of_three([tokens, top_k]);
             match dtype {
                 Dtype::BF16 => run::<bf16>(&gpu, &late, &Case { dtype, ..case }),
                 _ => run::<f16>(&gpu, &late, &Case { dtype, ..case }),
