@@ -83,13 +83,17 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// Forgets an adapter: at once for new requests. Its memory returns when its last lease has ended, and then a step.
-    /// Requests that hold a lease keep it.
+    /// Requests that hold a lease keep it. A load by [`load_then`](Self::load_then) whose end no call has noted is cancelled.
     ///
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        // Its read may have ended, which would hand out a version of an adapter that is not there.
+        let cancelled: Vec<_> = self.loads.extract_if(.., |(version, _)| version.id() == id).collect();
         self.notice();
-        self.remove(id)
+        let removed = self.remove(id);
+        cancelled.into_iter().for_each(|(_, then)| then(Err(PoolError::Unknown { id })));
+        removed
     }
 
     /// [Registers](Self::register) an adapter and starts to load it. Dropping the version [unregisters](Self::unregister) it, so that whoever
