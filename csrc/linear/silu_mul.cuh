@@ -28,15 +28,6 @@
 
 namespace aril::detail {
 
-template <typename T>
-__device__ __forceinline__ float silu_mul(float gate, float up) {
-  if constexpr (std::is_same_v<T, float>) {
-    return gate * sigmoid(gate) * up;
-  } else {
-    return gate * approximate_sigmoid(gate) * up;
-  }
-}
-
 // The modules of gate and up that a token tile has.
 struct GateUp {
   aril_descriptor modules[2];

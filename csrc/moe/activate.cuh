@@ -22,6 +22,7 @@ namespace aril::detail {
 
 // activation(gate, up), or activation(up, 1) without a gate. NaN gives NaN. Explicit roundings keep
 // the compiler from contracting differently in different kernels, so that all give the same bits.
+template <typename T>
 __device__ __forceinline__ float activation_of(const aril_experts_args& p, float x, float up) {
   switch (p.activation) {
     case ARIL_GELU:
@@ -33,12 +34,12 @@ __device__ __forceinline__ float activation_of(const aril_experts_args& p, float
       x = x < 0.0f ? 0.0f : x;
       return x * x * up;
     case ARIL_SILU:
-      return x * sigmoid(x) * up;
+      return silu_mul<T>(x, up);
     default:  // ARIL_SWIGLU_OAI
       x = x > p.limit ? p.limit : x;
       up = up > p.limit ? p.limit : up;
       up = up < -p.limit ? -p.limit : up;
-      return x * sigmoid(p.alpha * x) * (up + 1.0f);
+      return x * sigmoid<T>(p.alpha * x) * (up + 1.0f);
   }
 }
 
@@ -199,7 +200,7 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
         const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
         const float up = stage.sums[p.up_slice][t][lane];
         const float x = is_gated ? stage.sums[1 - p.up_slice][t][lane] : up;
-        const float value = activation_of(p, x, is_gated ? up : 1.0f);
+        const float value = activation_of<T>(p, x, is_gated ? up : 1.0f);
         if (has_feature)
           static_cast<T*>(p.out)[row * p.out_stride + feature] = from_float<T>(value);
       }

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kF32Threads, 2)
       const bool is_gated = p.num_slices > 1;
       const float up = sum(p.up_slice), x = is_gated ? sum(1 - p.up_slice) : up;
       static_cast<float*>(p.out)[at.row * p.out_stride + out] =
-          activation_of(p, x, is_gated ? up : 1.0f);
+          activation_of<float>(p, x, is_gated ? up : 1.0f);
     }
   }
 }

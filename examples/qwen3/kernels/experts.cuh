@@ -845,8 +845,7 @@ struct GroupedGemm {
             float value = sums[i][n][2 * half + e];
             if constexpr (kGated) {
               const float gate = round_to<T>(value);
-              value =
-                  gate * aril::detail::sigmoid(gate) * round_to<T>(sums[i][n + 1][2 * half + e]);
+              value = aril::detail::silu_mul<T>(gate, round_to<T>(sums[i][n + 1][2 * half + e]));
             }
             if (out + e < num_outs) to[out + e] = static_cast<T>(value);
           }

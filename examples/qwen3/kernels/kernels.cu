@@ -361,17 +361,6 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
   }
 }
 
-// In 16 bits, approximations far below their roundings: the exact functions take longer than the
-// bytes.
-template <typename T>
-__device__ __forceinline__ float sigmoid(float x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return 1.0f / (1.0f + expf(-x));
-  } else {
-    return aril::detail::approximate_sigmoid(x);
-  }
-}
-
 // silu(gate), rounded, times up, rounded.
 template <typename T>
 __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
@@ -387,7 +376,7 @@ __device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
 #pragma unroll
     for (int i = 0; i < decltype(width)::value; ++i) {
       const float gate = static_cast<float>(vec.elements[i]);
-      const float silu = round_to<T>(gate * sigmoid<T>(gate));
+      const float silu = round_to<T>(gate * aril::detail::sigmoid<T>(gate));
       vec.elements[i] = static_cast<T>(silu * static_cast<float>(up.elements[i]));
     }
     *reinterpret_cast<Vec*>(out + blockIdx.x * cols + col) = vec;
