@@ -206,7 +206,15 @@ pub enum AdapterError {
         /// The second tensor.
         other: TensorName,
     },
-    /// The two factors of a module differ in kind or in adapter name.
+    /// The names of two factors are those of different adapters, or one of them names none.
+    #[error("{tensor} and {other} are of different adapters")]
+    Adapters {
+        /// The second factor.
+        tensor: TensorName,
+        /// The first factor.
+        other: TensorName,
+    },
+    /// The two factors of a module differ in kind.
     #[error("{tensor} and {other} belong to one module but are not a pair")]
     Unpaired {
         /// The first tensor.

@@ -48,7 +48,9 @@ pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
         return Err(AdapterError::UnsupportedTensor { tensor: name.clone(), what });
     }
     let (path, factor, adapter) = match &components[..] {
-        [path @ .., factor @ ("lora_A" | "lora_B"), "weight"] => (path, *factor, None),
+        [path @ .., factor @ ("lora_A" | "lora_B" | "lora_embedding_A" | "lora_embedding_B"), "weight"] => {
+            (path, *factor, None)
+        }
         [path @ .., factor @ ("lora_A" | "lora_B"), adapter, "weight"] => (path, *factor, Some(*adapter)),
         [path @ .., factor @ ("lora_embedding_A" | "lora_embedding_B"), adapter] => (path, *factor, Some(*adapter)),
         [path @ .., factor] => (path, *factor, None),

@@ -184,10 +184,15 @@ impl Adapter {
     fn assemble(config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
         let mut base_weights = Vec::new();
+        let mut first: Option<(TensorName, Option<String>)> = None;
         for (name, tensor) in tensors {
             match names::parse(&name)? {
                 Named::Factor(key) => {
-                    let half = Half { name, tensor: tensor?, of: (key.kind, key.adapter) };
+                    let (other, adapter) = first.get_or_insert_with(|| (name.clone(), key.adapter.clone()));
+                    if *adapter != key.adapter {
+                        return Err(AdapterError::Adapters { tensor: name, other: other.clone() });
+                    }
+                    let half = Half { name, tensor: tensor?, kind: key.kind };
                     pairs.entry(key.module).or_default().insert(key.side, half)?;
                 }
                 Named::BaseWeight(path) => base_weights.push(BaseWeight { path, name, tensor: tensor? }),
@@ -220,8 +225,8 @@ struct Pair {
 struct Half {
     name: TensorName,
     tensor: Tensor,
-    /// Must agree for A and B: the module's kind and, in some state dicts, the adapter's name.
-    of: (ModuleKind, Option<String>),
+    /// Must agree for A and B.
+    kind: ModuleKind,
 }
 
 enum Finished {
@@ -245,7 +250,7 @@ impl Pair {
 
     fn finish(self, path: String, config: &Config, work: &Work) -> Result<Finished, AdapterError> {
         let (a, b, kind) = match (self.a, self.b) {
-            (Some(a), Some(b)) if a.of == b.of => ((a.name, a.tensor), (b.name, b.tensor), a.of.0),
+            (Some(a), Some(b)) if a.kind == b.kind => ((a.name, a.tensor), (b.name, b.tensor), a.kind),
             (Some(a), Some(b)) => return Err(AdapterError::Unpaired { tensor: a.name, other: b.name }),
             (Some(a), None) => return Err(AdapterError::MissingFactor { tensor: a.name, missing: 'B' }),
             (None, Some(b)) => return Err(AdapterError::MissingFactor { tensor: b.name, missing: 'A' }),

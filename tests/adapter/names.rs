@@ -168,14 +168,21 @@ fn each_factor_once() {
 
 #[test]
 fn a_pair_is_of_one_adapter_and_kind() {
-    for (a, b) in [
-        ("lora_A.first.weight", "lora_B.second.weight"),
-        ("lora_A.weight", "lora_B.second.weight"),
-        ("lora_A.weight", "lora_embedding_B"),
-    ] {
-        let [a, b] = [a, b].map(|factor| format!("{Q}.{factor}"));
-        refused!(load(CONFIG, [(&*a, &[2, 8][..]), (&*b, &[8, 2])]), Unpaired, format!("`{a}`"), format!("`{b}`"));
+    let load =
+        |pairs: &[[String; 2]]| load(CONFIG, pairs.iter().flat_map(|[a, b]| [(&**a, &[2, 8][..]), (&**b, &[8, 2])]));
+    let [a, b] = ["lora_A.weight", "lora_embedding_B"].map(|factor| format!("{Q}.{factor}"));
+    refused!(load(&[[a.clone(), b.clone()]]), Unpaired, format!("`{a}`"), format!("`{b}`"));
+    // Also where each module has the factors of one adapter.
+    let pair = |module: &str, [a, b]: [&str; 2]| [format!("{module}.lora_A{a}"), format!("{module}.lora_B{b}")];
+    let [none, first, second] = [".weight", ".first.weight", ".second.weight"];
+    for (q, v) in [([first, second], [first; 2]), ([none, second], [none; 2]), ([first; 2], [second; 2])] {
+        let pairs = [pair("q", q), pair("v", v)];
+        let [first, other] = [&pairs[0][0], if q[0] == q[1] { &pairs[1][0] } else { &pairs[0][1] }];
+        refused!(load(&pairs), Adapters, format!("`{other}` and `{first}`"), "different adapters");
     }
+    assert!(load(&[pair("q", [first; 2]), pair("v", [first; 2])]).is_ok());
+    let embedding = ["embed.lora_embedding_A.weight", "embed.lora_embedding_B"].map(str::to_owned);
+    assert!(load(&[pair("q", [none; 2]), embedding]).is_ok());
 }
 
 #[test]
