@@ -74,11 +74,11 @@ impl Tensor {
     ) -> Result<Self, AdapterError> {
         let shape = shape.into();
         let want = shape.iter().try_fold(dtype.bytes(), |bytes, &dim| bytes.checked_mul(dim));
-        let got = (*storage).as_ref().get(bytes.clone()).map_or(0, <[u8]>::len);
-        if want == Some(bytes.len()) && got == bytes.len() {
+        let got = (*storage).as_ref().get(bytes.clone()).map(<[u8]>::len);
+        if got.is_some() && got == want {
             Ok(Self { dtype, shape, place: Place::Memory(storage), bytes })
         } else {
-            Err(AdapterError::Bytes { dtype, shape, got })
+            Err(AdapterError::Bytes { dtype, shape, got: got.unwrap_or(0) })
         }
     }
 

@@ -115,6 +115,12 @@ fn bytes_may_be_anyones() {
     for range in [0..15, 0..17, end - 15..end + 1, usize::MAX - 15..usize::MAX] {
         refused!(Tensor::part(DType::BF16, [1, 8], Arc::clone(&buffer), range), Bytes, "[1, 8]");
     }
+    // Also of no bytes.
+    assert!(Tensor::part(DType::BF16, [0], Arc::clone(&buffer), end..end).unwrap().bytes().is_empty());
+    #[expect(clippy::reversed_empty_ranges, reason = "no range")]
+    for range in [end + 1..end + 1, 5..3] {
+        refused!(Tensor::part(DType::BF16, [0], Arc::clone(&buffer), range), Bytes, "[0]");
+    }
 }
 
 #[test]
