@@ -338,6 +338,9 @@ pub fn check(mut run: impl FnMut(Call) -> Result<(), OperandError>) {
     calls.push((fitting(Op::SiluMul, Of::One), Some(OperandError::GateUp { outputs: vec![8] })));
     let ids = OperandError::Length { operand: "token_ids", got: 2, want: TOKENS };
     calls.push((fitting(Op::Embedding { ids: 2 }, Of::One), Some(ids)));
+    // The stride of a single row means nothing.
+    let [x, one] = [[1, FEATURES, usize::MAX], [1, 8, 8]];
+    calls.push((Call { tokens: 1, x, y: one, ..fitting(Op::Forward { w: W }, Of::One) }, None));
     let rows_of = |operand| OperandError::MisalignedRows { operand, alignment: 16, stride_bytes: 24 };
     calls.push((Call { x: apart, ..fitting(Op::Forward { w: W }, Of::One) }, Some(rows_of("x"))));
     calls.push((
