@@ -104,6 +104,7 @@ impl<'a> SlotImage<'a> {
     /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules of this rank's
     /// model.
     pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
+        let max_rank = max_rank.min(MAX_RANK);
         let factors = |a_rank, in_features, out_features| {
             LinearA { rank: a_rank, in_features }.elems() + B { out_features, rank: max_rank }.elems()
         };

@@ -8,7 +8,7 @@ use aril::{
     },
     cpu::WeightTable,
     error::{LoadError, SlotError},
-    model::{Experts, Linear, Model, ModelSpec, Parallel, Part, Shard, TpRank},
+    model::{Experts, Linear, MAX_RANK, Model, ModelSpec, Parallel, Part, Shard, TpRank},
     plan::Capacity,
 };
 use half::{bf16, f16};
@@ -430,6 +430,9 @@ fn the_largest_image_has_all_modules() {
                     let max = SlotImage::max_bytes(&model, dtype, rank);
                     assert_eq!(all(rank).plan(&model, dtype).unwrap().bytes(), max, "rank {rank}, {model:?}");
                     assert!(all(smaller).plan(&model, dtype).unwrap().bytes() <= max);
+                    // No adapter has a larger rank.
+                    let [most, any] = [MAX_RANK, usize::MAX].map(|rank| SlotImage::max_bytes(&model, dtype, rank));
+                    assert_eq!(most, any);
                 }
             }
         }
