@@ -670,6 +670,29 @@ fn parameters_are_those_that_were_targets() {
     refused!(targets(json!([1])), InvalidField, "`target_parameters`", "a list of names");
 }
 
+/// The wrappers say which parameter is the first, however the paths before them are spelled, and two are not the same.
+#[test]
+fn parameters_are_known_by_their_wrappers() {
+    let mut case = plain(3, 6, 6);
+    case.gated = false;
+    case.pairs[GATE].clear();
+    let (config, tensors) = case.parts(BY_PARAMETER).unwrap();
+    let planned = |respell: &dyn Fn(&str) -> String| {
+        let tensors = tensors.iter().map(|(key, tensor)| (respell(key), tensor.clone()));
+        let adapter = Adapter::from_tensors(&config, tensors.collect::<Vec<_>>()).unwrap();
+        adapter.plan(&case.model(0, false).0, DType::F32).map(|image| block(&image))
+    };
+    let plain = planned(&str::to_owned).unwrap();
+    let inner = |key: &str| key.contains("base_layer");
+    let shorter = |key: &str| key.replace("model.model.layers", "model.layers");
+    for inside in [true, false] {
+        let one = |key: &str| if inner(key) == inside { shorter(key) } else { key.to_owned() };
+        assert!(planned(&one).unwrap() == plain, "{inside}");
+    }
+    let same = |key: &str| if inner(key) { shorter(key).replace(".base_layer", "") } else { key.to_owned() };
+    refused!(planned(&same), Overlap, "`layers.0.mlp.experts`", "`model.layers.0.mlp.experts`");
+}
+
 /// PEFT finds a parameter by its path without `base_layer`.
 #[test]
 fn alpha_patterns_of_parameters() {

@@ -22,11 +22,16 @@ impl<'a> Layer<'a, '_> {
                 (None, ..) => &[Orientation::Forward, Orientation::Reversed],
             };
         let [first, down] = Part::parameters(self.site);
-        let sources = std::mem::take(&mut self.parameters);
-        // Ordered by path: the last of two was wrapped first, because PEFT wraps parameters in the order of the model.
+        let mut sources = std::mem::take(&mut self.parameters);
+        // The last of two was wrapped first, because PEFT wraps parameters in the order of the model.
+        sources.sort_by_key(|source| wrapped(source.path).1);
         let orders: &[&[(Part, &str)]] = match sources[..] {
             [] => return Ok(()),
             [_] => &[&[first], &[down]],
+            [first, other] if wrapped(first.path).1 == wrapped(other.path).1 => {
+                let [module, other] = [first, other].map(|source| source.path.to_owned());
+                return Err(AdapterError::Overlap { module, other });
+            }
             [_, _] => &[&[down, first], &[first, down]],
             [_, _, third, ..] => return Err(AdapterError::NoPlace { module: third.path.to_owned() }),
         };
@@ -115,5 +120,11 @@ impl<'a> Layer<'a, '_> {
 
 /// Path of the parameter `name`.
 fn parameter_path(source: Source<'_>, name: &str) -> String {
-    format!("{}.{name}", source.path.trim_end_matches(".base_layer"))
+    format!("{}.{name}", wrapped(source.path).0)
+}
+
+/// The path of the experts in a path of theirs, and how many parameters were wrapped after this one.
+fn wrapped(path: &str) -> (&str, usize) {
+    let experts = path.trim_end_matches(".base_layer");
+    (experts, path.len() - experts.len())
 }
