@@ -472,6 +472,10 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
             Value::Null | Value::Object(_) => Ok(()),
             _ => Err(invalid(field, value, "an object or null")),
         },
+        // PEFT takes any object for one whose other fields have their defaults.
+        "arrow_config" | "kasa_config" | "monteclora_config" | "use_bdlora" | "velora_config" if !value.is_null() => {
+            Err(unsupported(field, value))
+        }
         "bias" if value.is_null() => Err(invalid(field, value, "a string")),
         "bias" if value == "none" => Ok(()),
         "init_lora_weights" if keeps_base_weights(value) => Ok(()),
