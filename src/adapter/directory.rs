@@ -224,7 +224,13 @@ mod tests {
             file.set_modified(modified).unwrap();
         };
         let remove = |path: &Path| fs::remove_file(path).unwrap();
-        let changes: [&dyn Fn(&Path); 5] = [&touch, &replace, &replace_with_time, &lengthen, &remove];
+        // As Kubernetes updates a volume.
+        let link = |path: &Path| {
+            fs::copy(path, path.with_extension("new")).unwrap();
+            remove(path);
+            std::os::unix::fs::symlink(path.with_extension("new"), path).unwrap();
+        };
+        let changes: [&dyn Fn(&Path); 6] = [&touch, &replace, &replace_with_time, &lengthen, &remove, &link];
         for (file, change, keeps) in [CONFIG, WEIGHTS]
             .iter()
             .flat_map(|file| changes.iter().flat_map(move |change| [true, false].map(|keeps| (file, change, keeps))))
@@ -286,11 +292,14 @@ mod tests {
             image.write_to(&mut block)?;
             Ok(block)
         };
-        let (directory, at_once) = (open(dir.path()), Adapter::open(dir.path()).unwrap());
+        let (whole, at_once) = (open(dir.path()), Adapter::open(dir.path()).unwrap());
+        let packed = whole.read(write).unwrap();
         for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
-            let (directory, _) = directory.shard(&model(rank)).unwrap();
+            let (directory, _) = whole.shard(&model(rank)).unwrap();
             let image = at_once.plan(&model(rank), DType::F32).unwrap();
             assert_eq!(directory.read(write).unwrap(), write(&image).unwrap());
+            // Each has a plan of its own.
+            assert_eq!(whole.read(write).unwrap(), packed);
         }
     }
 

@@ -182,19 +182,38 @@ impl Slices<Shape> {
 #[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
-    use crate::model::{ModelSpec, TpRank};
+    use crate::model::{Linear, ModelSpec, Parallel, Shard, TpRank};
 
-    /// A table of an engine has the ranks that the engine says. Without any, a launch would have no thread blocks.
+    /// A table of an engine has the slots and the ranks that the engine says. Without any rank, a launch would have no thread blocks.
     #[test]
-    fn tables_have_ranks_of_the_capacity() {
+    fn tables_have_slots_and_ranks_of_the_capacity() {
         let model = ModelSpec::new().shard(TpRank::SINGLE).unwrap().id();
-        let capacity = Capacity::tokens(1).slots(1).rank(8);
-        let check = |max_rank| {
-            let step = StepShape { model, dtype: DType::BF16, num_slots: 1, max_rank, num_tokens: 1 };
+        let capacity = Capacity::tokens(1).slots(2).rank(8);
+        let check = |num_slots, max_rank| {
+            let step = StepShape { model, dtype: DType::BF16, num_slots, max_rank, num_tokens: 1 };
             step.check(model, DType::BF16, capacity, 1).map_err(|error| error.to_string())
         };
-        assert_eq!([1, 8].map(check), [Ok(()), Ok(())]);
-        assert_eq!(check(0).unwrap_err(), "the weights' max_rank is 0, but must be 1 to 8");
-        assert_eq!(check(9).unwrap_err(), "the weights' max_rank is 9, but must be at most 8");
+        assert_eq!([check(1, 1), check(2, 8)], [Ok(()), Ok(())]);
+        assert_eq!(check(1, 0).unwrap_err(), "the weights' max_rank is 0, but must be 1 to 8");
+        assert_eq!(check(1, 9).unwrap_err(), "the weights' max_rank is 9, but must be at most 8");
+        assert_eq!(check(3, 8).unwrap_err(), "the weights' num_slots is 3, but must be at most 2");
+    }
+
+    /// What ranks exchange has the width of the step's table, which may have lower ranks than the layer allows.
+    #[test]
+    fn exchanges_are_those_of_the_table() {
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(Linear::new("", Parallel::Column, 8).slice("m", 8)).unwrap();
+        let model = spec.shard(Shard::new(TpRank::new(0, 2).unwrap()).fully_sharded()).unwrap();
+        let capacity = Capacity::tokens(3).slots(1).rank(8);
+        let layer = FullyShardedLinear::new(&model, id, DType::BF16, capacity).unwrap();
+        let step = StepShape { model: model.id(), dtype: DType::BF16, num_slots: 1, max_rank: 4, num_tokens: 3 };
+        let shape = |dtype, rows, cols| Shape { dtype, extent: Extent { rows, cols, row_stride: cols } };
+        let x = shape(DType::BF16, 3, 8);
+        assert_eq!(layer.check_shrink(step, x, shape(DType::F32, 3, 2)), Ok(()));
+        assert!(layer.check_shrink(step, x, shape(DType::F32, 3, 4)).is_err());
+        let y = Slices::from(shape(DType::BF16, 3, 4));
+        assert_eq!(layer.check_expand(step, shape(DType::F32, 6, 2), &y), Ok(()));
+        assert!(layer.check_expand(step, shape(DType::F32, 6, 4), &y).is_err());
     }
 }

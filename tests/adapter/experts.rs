@@ -22,7 +22,7 @@ use crate::{
 };
 
 const PATH: &str = "model.layers.0.mlp.experts";
-const LORA_ALPHA: f32 = 6.0;
+const LORA_ALPHA: f64 = 6.0;
 
 const GATE: usize = 0;
 const UP: usize = 1;
@@ -49,6 +49,7 @@ struct Case {
     stored: Halves,
     held: Vec<usize>,
     dtype: DType,
+    rslora: bool,
     /// By gate, up and down, and by expert.
     pairs: [Vec<Option<Pair>>; 3],
 }
@@ -218,7 +219,7 @@ impl Case {
                 put(PATH.to_owned(), parameter(&self.whole(DOWN)?, [self.inter(), self.hidden], orientation));
             }
         }
-        let mut config = json!({"peft_type": "LORA", "lora_alpha": LORA_ALPHA});
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": LORA_ALPHA, "use_rslora": self.rslora});
         if let Form::Parameters { version, .. } = form {
             config["peft_version"] = json!(version);
             let first = if self.gated { "gate_up_proj" } else { "up_proj" };
@@ -327,8 +328,9 @@ impl Case {
                     let number = projection.expert_entry(local) + slice;
                     let index = entries.iter().position(|entry| entry.entry == number).unwrap();
                     let entry = entries.remove(index);
-                    #[expect(clippy::cast_precision_loss, reason = "small")]
-                    let scaling = LORA_ALPHA / pair.rank as f32;
+                    let rank = pair.rank as f64;
+                    #[expect(clippy::cast_possible_truncation, reason = "as f32 as the library's")]
+                    let scaling = (LORA_ALPHA / if self.rslora { rank.sqrt() } else { rank }) as f32;
                     assert_eq!((entry.rank, entry.scaling), (pair.rank, scaling));
                     let found = found.unwrap();
                     assert!(found.a_elems.is_none_or(|at| at == entry.a_elems));
@@ -437,7 +439,8 @@ fn cases() -> impl Strategy<Value = Case> {
             let first = seed as usize % held.len().max(1);
             held.rotate_left(first);
             let pairs = [const { Vec::new() }; 3];
-            let mut case = Case { num_experts, hidden, inter, size, gated, halves, stored, held, dtype, pairs };
+            let rslora = seed % 2 == 0;
+            let mut case = Case { num_experts, hidden, inter, size, gated, halves, stored, held, dtype, rslora, pairs };
             let mut seed = seed;
             let mut value = || {
                 seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -503,6 +506,7 @@ fn plain(num_experts: usize, hidden: usize, inter: usize) -> Case {
         stored: Halves::GateUp,
         held: (0..num_experts).collect(),
         dtype: DType::F32,
+        rslora: false,
         pairs: [const { Vec::new() }; 3],
     };
     for module in 0..3 {
@@ -717,7 +721,8 @@ fn alpha_patterns_of_parameters() {
 #[test]
 fn experts_have_ranks_and_scalings_of_their_own() {
     let mut case = plain(2, 8, 6);
-    case.pairs[UP][1] = Some(Pair { rank: 3, a: vec![1.0; 24], b: vec![2.0; 18] });
+    // A has the values of the other's first rows.
+    case.pairs[UP] = [2, 3].map(|rank| Some(Pair { rank, a: vec![1.0; rank * 8], b: vec![2.0; 6 * rank] })).into();
     case.pairs[GATE][0] = None;
     plan_all(&case, FORMS[0]).unwrap();
     let (config, tensors) = case.parts(FORMS[0]).unwrap();
@@ -728,6 +733,28 @@ fn experts_have_ranks_and_scalings_of_their_own() {
     let image = adapter.plan(&model, DType::F32).unwrap();
     let scaling = |number| image.entries().iter().find(|entry| entry.entry == number).unwrap().scaling;
     assert_eq!([0, 1].map(|local| scaling(model[id].down().expert_entry(local))), [3.0, 2.5]);
+}
+
+/// Whichever row it is: factors are compared some rows at a time.
+#[test]
+fn factors_that_differ_in_one_row_are_not_shared() {
+    const RANK: usize = 40;
+    const HIDDEN: usize = 1024;
+    let mut case = plain(2, HIDDEN, 1);
+    case.pairs = [vec![None; 2], vec![None; 2], vec![None; 2]];
+    let pair = |a: Vec<f32>| Some(Pair { rank: RANK, a, b: vec![1.0; RANK] });
+    for row in 0..=RANK {
+        let mut other = vec![1.0; RANK * HIDDEN];
+        // Of the last row, none.
+        if let Some(last) = other.get_mut((row + 1) * HIDDEN - 1) {
+            *last = 2.0;
+        }
+        case.pairs[UP] = vec![pair(vec![1.0; RANK * HIDDEN]), pair(other)];
+        let (config, tensors) = case.parts(FORMS[0]).unwrap();
+        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
+        let image = adapter.plan(&case.model(0, false).0, DType::F32).unwrap();
+        assert_eq!(image.shared().iter().any(|shared| shared.a_elems.is_some()), row == RANK, "row {row}");
+    }
 }
 
 /// All ranks give the same errors, whichever experts they hold.

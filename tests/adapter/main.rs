@@ -21,7 +21,7 @@
 //! | A and B told apart by their shapes | `plan::shapes_are_the_models`: names decide, shapes only confirm |
 //! | DoRA, biases, modules_to_save dropped | `names::unsupported_tensors`, `config::what_switches_something_on` |
 //! | base weights of embeddings in the file refused, dropped, or taken for weights | `names::base_weights_of_embeddings_have_to_be_compared` |
-//! | a file that is truncated later kills the process, one that never ends stops it | `files::a_read_adapter_outlives_what_happens_to_its_files`, `files::only_regular_files_are_read` |
+//! | a file that is truncated later kills the process, one that never ends stops it | `files::an_open_adapter_does_not_follow_its_files`, `files::only_regular_files_are_read` |
 //! | pickles executed | `files::pickles_are_refused` |
 //! | an adapter of another base model accepted | `plan::shapes_are_the_models`, `random::broken_adapters_are_refused` |
 //! | f32 weights cut to f16 infinities | `plan::weights_must_be_finite` |
