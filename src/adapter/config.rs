@@ -473,7 +473,7 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
             _ => Err(invalid(field, value, "an object or null")),
         },
         // PEFT takes any object for one whose other fields have their defaults.
-        "arrow_config" | "kasa_config" | "monteclora_config" | "use_bdlora" | "velora_config" if !value.is_null() => {
+        "arrow_config" | "kasa_config" | "monteclora_config" | "use_bdlora" | "velora_config" if value.is_object() => {
             Err(unsupported(field, value))
         }
         "bias" if value.is_null() => Err(invalid(field, value, "a string")),

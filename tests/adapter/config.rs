@@ -667,6 +667,8 @@ fn what_switches_nothing_on() {
         ("fan_in_fan_out", json!(true)),
         ("base_model_name_or_path", json!("some/other-model")),
         ("eva_config", json!({"rho": 2.0})),
+        ("kasa_config", json!(null)),
+        ("use_bdlora", json!(false)),
         ("a_field_of_tomorrow", json!(null)),
         ("a_field_of_tomorrow", json!(false)),
         ("a_field_of_tomorrow", json!("")),
