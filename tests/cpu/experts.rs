@@ -384,6 +384,28 @@ fn deltas_worked_by_hand() {
     assert_eq!(rows, [1.5, 1.0, 1.0, 0.0, 1.0, 0.0, 7.0, 12.0]);
 }
 
+/// Products of experts that share B are summed before it, each with the scaling of its own expert.
+#[test]
+fn experts_of_one_b_have_scalings_of_their_own() {
+    let (model, id) = model(Experts::new("m", 2, 1, 1).top_k(2).ungated());
+    let tensors = [("0", "A", 1.0_f32), ("0", "B", 1.0), ("1", "A", 10.0), ("1", "B", 1.0)];
+    let tensors = tensors.map(|(expert, side, value)| {
+        let value = Tensor::new(DType::F32, [1, 1], value.to_le_bytes()).unwrap();
+        (format!("m.{expert}.down_proj.lora_{side}.weight"), value)
+    });
+    let config = r#"{"peft_type": "LORA", "lora_alpha": 2, "alpha_pattern": {"1.down_proj": 3}}"#;
+    let weights = table(&model, &[Adapter::from_tensors(config, tensors).unwrap()], 1, 1);
+    let (experts, slots) = (LoraExperts::new(&weights, id).unwrap(), [Slot::new(0)]);
+    let batch = Batch::new(&slots);
+    for ids in [[0, 1], [1, 0]] {
+        let (top_k, mut workspace, mut y) = (TopK::new(&ids, 2).unwrap(), Workspace::default(), [0.0]);
+        let (x, y_matrix) = (Matrix::new(&[1.0; 2], 2, 1).unwrap(), MatrixMut::new(&mut y, 1, 1).unwrap());
+        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        experts.add_combined_delta(&mut step, &top_k, x, y_matrix).unwrap();
+        assert_eq!(y, [2.0 * 1.0 + 3.0 * 10.0], "{ids:?}");
+    }
+}
+
 /// Each adapter decides for each layer which factors its experts share.
 #[test]
 fn layers_share_what_they_share() {
