@@ -62,8 +62,9 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// The backend of a pool without adapters, its limits, and the number of its streams.
-    pub(crate) fn into_backend(self) -> Result<(B, Limits, usize), PoolError> {
-        match self.snapshot().adapters {
+    pub(crate) fn into_backend(mut self) -> Result<(B, Limits, usize), PoolError> {
+        self.poll();
+        match self.core.num_adapters() {
             0 => Ok((self.backend, self.core.limits(), self.core.num_streams())),
             adapters => Err(SlotError::Loaded { adapters }.into()),
         }
@@ -75,6 +76,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier; on the ranks of a group,
     /// [`PoolError::Load`] if it does not match the table of each rank.
     pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
+        self.notice();
         self.backend.check()?;
         let id = AdapterId::unique();
         let bytes = self.backend.add(id, source)?;
@@ -83,16 +85,16 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// Forgets an adapter: at once for new requests. Its memory returns when its last lease has ended, and then a step.
-    /// Requests that hold a lease keep it. A load by [`load_then`](Self::load_then) whose end no call has noted is cancelled.
+    /// Requests that hold a lease keep it. A load of it whose end no call has noted ends with [`PoolError::Unknown`].
     ///
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        // Its read may have ended, which would hand out a version of an adapter that is not there.
-        let cancelled: Vec<_> = self.loads.extract_if(.., |(version, _)| version.id() == id).collect();
-        self.notice();
+        self.notice_drops();
+        // Before the end of its read is noted, which would hand out a version of an adapter that is not there.
         let removed = self.remove(id);
-        cancelled.into_iter().for_each(|(_, then)| then(Err(PoolError::Unknown { id })));
+        self.notice();
+        self.core.sweep(&mut self.backend);
         removed
     }
 
@@ -108,7 +110,7 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// [Loads](Self::load) an adapter, and calls `then` with the version once it is in host memory, or with the error of
-    /// [`Load::has_ended`]: in the call that takes note of it, or in the next one. Returns the load.
+    /// [`Load::has_ended`]: in the call that takes note of its end. Returns the load.
     ///
     /// # Errors
     /// As for `load`. Then, and when the pool is dropped before the load has ended, `then` is dropped.
@@ -155,6 +157,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Pinned`] if no slot, or no room for the largest of the other adapters, would be left. `Unknown`.
     pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.backend.called(Call::Pin(id, true));
+        self.notice();
         self.core.set_pinned(id, true)
     }
 
@@ -164,6 +167,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Unknown`].
     pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.backend.called(Call::Pin(id, false));
+        self.notice();
         self.core.set_pinned(id, false)
     }
 
@@ -232,7 +236,7 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// Waits for a load of this pool, and returns whether it has ended. Returns `false` if none of the reads under way ends within `timeout`, or
-    /// at once if there are none: then the load waits for memory until other adapters are released.
+    /// at once if there are none: then the load waits for memory until a copy to the device has ended, or other adapters are released.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -339,7 +343,7 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// Takes note of leases, versions, reads, copies and loads that have ended.
-    fn notice(&mut self) {
+    pub(super) fn notice(&mut self) {
         self.notice_drops();
         self.notice_ends(None);
         let has_ended = |(version, _): &mut (Version, Then)| !matches!(version.load().has_ended(), Ok(false));

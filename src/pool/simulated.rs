@@ -97,9 +97,8 @@ impl SimulatedPool {
             Work::Read { id, .. } => self.take(Read { id, time: took, result: Ok(()) }),
             Work::Copy { number, .. } => self.core.has_copied(number),
         }
-        while let Some(number) = self.backend.next_copied() {
-            self.core.has_copied(number);
-        }
+        // Copies that have ended with it, and those who wait for a load.
+        self.notice();
     }
 }
 

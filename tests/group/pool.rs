@@ -3,8 +3,8 @@
 use std::{
     mem,
     sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
+        Arc, Barrier,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -220,16 +220,34 @@ fn a_group_has_pools_of_its_ranks_without_adapters() {
         assert!(error.to_string().contains("rank 1 makes a pool of 3 slots"), "{error}");
     });
     let alone = World::new(1);
-    let mut used = AdapterPool::new(
-        &alone.model(0),
-        DType::F32,
-        Capacity::tokens(1).slots(2).rank(8),
-        PoolConfig::arena_bytes(1 << 16),
-    )
-    .unwrap();
-    used.register(source(&alone, 0, |_| 1.0)).unwrap();
-    let error = GroupPool::new(InProcess::group(1, NEVER).remove(0), used).map(drop).unwrap_err();
-    assert!(matches!(error, PoolError::Slot(SlotError::Loaded { adapters: 1 })), "{error}");
+    let group = |pool| GroupPool::new(InProcess::group(1, NEVER).remove(0), pool).map(drop);
+    let pool = || {
+        let capacity = Capacity::tokens(1).slots(2).rank(8);
+        AdapterPool::new(&alone.model(0), DType::F32, capacity, PoolConfig::arena_bytes(1 << 16)).unwrap()
+    };
+    let is_refused = |pool| {
+        let error = group(pool).unwrap_err();
+        assert!(matches!(error, PoolError::Slot(SlotError::Loaded { adapters: 1 })), "{error}");
+    };
+    let source = || source(&alone, 0, |_| 1.0);
+    let mut registered = pool();
+    registered.register(source()).unwrap();
+    is_refused(registered);
+    // One that is unregistered, and still has memory.
+    let mut leased = pool();
+    let id = leased.register(source()).unwrap();
+    let load = leased.prefetch(id).unwrap();
+    assert!(leased.wait_for(&load, LIMIT).unwrap());
+    let lease = leased.acquire(id, STREAM).unwrap();
+    leased.unregister(id).unwrap();
+    is_refused(leased);
+    drop(lease);
+    // Whose version was dropped, is gone.
+    let mut emptied = pool();
+    let version = emptied.load(source()).unwrap();
+    assert!(emptied.wait_for(version.load(), LIMIT).unwrap());
+    drop(version);
+    group(emptied).unwrap();
 }
 
 /// Ranks that make different calls hear of it at their next exchange, and load nothing more. What is leased serves.
@@ -317,18 +335,45 @@ fn a_rank_that_vanishes_leaves_nobody_with_half_an_adapter() {
     }
 }
 
+/// A channel that ranks which hang have one day stopped to use: from then on, the others wait for them up to a time limit.
+struct Hanging {
+    channel: InProcess,
+    later: InProcess,
+    hangs: Arc<AtomicBool>,
+}
+
+impl Ranks for Hanging {
+    fn tp(&self) -> TpRank {
+        self.channel.tp()
+    }
+
+    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+        if self.hangs.load(Ordering::SeqCst) { &mut self.later } else { &mut self.channel }.all_gather(message)
+    }
+}
+
 /// A rank that does nothing ends the wait of the others at the time limit.
 #[test]
 fn a_rank_that_hangs_does_not_hang_the_others() {
     let world = World::new(2);
-    each(InProcess::group(2, Duration::from_millis(300)), |rank, ranks| {
+    let (hangs, done) = (Arc::new(AtomicBool::new(false)), Barrier::new(2));
+    let groups = [NEVER, Duration::from_millis(300)].map(|limit| InProcess::group(2, limit));
+    let [channels, later] = groups.map(Vec::into_iter);
+    let ranks = channels.zip(later).map(|(channel, later)| Hanging { channel, later, hangs: Arc::clone(&hangs) });
+    each(ranks.collect(), |rank, ranks| {
         let mut pool = world.pool(ranks, 2, 8);
         let id = register(&world, &mut pool, rank, 1.0);
+        done.wait();
+        hangs.store(true, Ordering::SeqCst);
         if rank == 1 {
-            thread::sleep(Duration::from_secs(1));
+            // Until the other has given up.
+            done.wait();
         }
         let error = acquire(&mut pool, id).unwrap_err();
         assert!(matches!(group_error(&error), GroupError::Channel(error) if error.ranks == [1]), "{error}");
+        if rank == 0 {
+            done.wait();
+        }
     });
 }
 

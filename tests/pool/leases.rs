@@ -7,10 +7,10 @@ use std::{
 };
 
 use aril::{
-    Slot,
+    DType, Slot,
     cpu::Workspace,
     error::OperandError,
-    pool::{CacheNamespace, PoolConfig, PoolError, StreamId, Tier},
+    pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source, StreamId, Tier},
     routing::Batch,
 };
 
@@ -324,6 +324,35 @@ fn what_is_unregistered_does_not_count_against_pins() {
     assert_eq!(setup.step(&[&lease]), [9.0]);
     drop(lease);
     setup.pool.end_step(STREAM).unwrap();
+    setup.finish();
+}
+
+/// A version that was dropped is unregistered for the next call, whichever that is.
+#[test]
+fn any_call_notes_that_a_version_was_dropped() {
+    let mut setup = Setup::new(2, 2);
+    let source = Source::memory(adapter(8, 1.0), &setup.model, DType::F32).unwrap();
+    let kept = setup.pool.load(source.clone()).unwrap();
+    let calls: [fn(&mut Setup, AdapterId); 2] = [
+        |setup, gone| assert!(matches!(setup.pool.pin(gone), Err(PoolError::Unknown { id }) if id == gone)),
+        |setup, gone| assert!(matches!(setup.pool.unpin(gone), Err(PoolError::Unknown { id }) if id == gone)),
+    ];
+    for call in calls {
+        let version = setup.pool.load(source.clone()).unwrap();
+        let id = version.id();
+        setup.pool.pin(id).unwrap();
+        drop(version);
+        call(&mut setup, id);
+        assert_eq!((setup.pool.snapshot().adapters, setup.pool.snapshot().pinned), (1, 0));
+    }
+    // The pin of a version that was dropped leaves room for another one.
+    let version = setup.pool.load(source.clone()).unwrap();
+    setup.pool.pin(version.id()).unwrap();
+    drop(version);
+    setup.pool.pin(kept.id()).unwrap();
+    drop(kept);
+    setup.pool.register(source).unwrap();
+    assert_eq!(setup.pool.snapshot().adapters, 1);
     setup.finish();
 }
 

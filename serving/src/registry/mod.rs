@@ -217,6 +217,8 @@ impl Registry<pool::Version> {
         on_duplicate: OnDuplicate,
         source: B::Source,
     ) -> Result<Load, LoadError> {
+        // The last load of the name may have ended.
+        pool.poll();
         let pending = self.begin_load(name, on_duplicate)?;
         let serve = |loaded: Result<_, _>| {
             // A failure is that of the load. Without the name, nobody can ask for the version.

@@ -2,6 +2,8 @@
 
 mod batch;
 mod device;
+#[cfg(test)]
+mod ends_tests;
 mod loading;
 #[cfg(test)]
 mod loading_tests;
@@ -175,6 +177,11 @@ impl Core {
         Limits { num_slots: device.num_slots(), arena_bytes, host_bytes, max_reads: *max_reads }
     }
 
+    /// Adapters that are registered, or still have memory.
+    pub(crate) fn num_adapters(&self) -> usize {
+        self.adapters.len()
+    }
+
     pub(crate) fn num_streams(&self) -> usize {
         self.device.num_streams()
     }
@@ -233,7 +240,7 @@ impl Core {
     }
 
     /// Frees the memory of unregistered adapters that nothing uses.
-    fn sweep(&mut self, backend: &mut impl Backend) {
+    pub(crate) fn sweep(&mut self, backend: &mut impl Backend) {
         let mut gone = std::mem::take(&mut self.gone);
         gone.retain(|&id| !self.remove(id, backend));
         self.gone = gone;
