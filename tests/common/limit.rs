@@ -47,13 +47,15 @@ impl Limit {
 
 #[test]
 fn a_test_that_does_not_end_is_ended() {
-    let (timed_out, is_timed_out) = mpsc::channel();
-    let limit = |limit, timed_out: Sender<&'static str>, what| {
-        Limit::of(limit, move || timed_out.send(what).expect("a receiver"))
+    let limit = |limit| {
+        let (timed_out, is_timed_out) = mpsc::channel();
+        (Limit::of(limit, move || timed_out.send(()).expect("a receiver")), is_timed_out)
     };
-    drop(limit(Duration::from_millis(200), timed_out.clone(), "one that has ended"));
-    let _hangs = limit(Duration::from_millis(400), timed_out.clone(), "one that hangs");
-    assert_eq!(is_timed_out.recv_timeout(Duration::from_secs(60)), Ok("one that hangs"));
+    let (ends, ended) = limit(Duration::from_secs(3600));
+    drop(ends);
+    assert_eq!(ended.recv_timeout(Duration::from_secs(60)), Err(RecvTimeoutError::Disconnected));
+    let (_hangs, is_timed_out) = limit(Duration::from_millis(400));
+    assert_eq!(is_timed_out.recv_timeout(Duration::from_secs(60)), Ok(()));
 }
 
 /// This test hangs in a process of its own.
