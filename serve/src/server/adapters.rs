@@ -107,7 +107,7 @@ pub(crate) async fn one(State(server): Shared, UrlPath(name): UrlPath<String>) -
 
 impl Server {
     /// The base model and the adapters, as OpenAI describes models.
-    async fn models(&self) -> ApiResult<Vec<Value>> {
+    pub(super) async fn models(&self) -> ApiResult<Vec<Value>> {
         let server = self;
         let tiers = server.engine.report().await.ok_or_else(ApiError::ended)?.tiers;
         let model = |id: &str, root: &Path, parent: Option<&str>| {
@@ -126,11 +126,11 @@ impl Server {
         let adapters = server.registry.list().into_iter().map(|adapter| {
             let root = paths.get(&adapter.id).cloned().unwrap_or_default();
             let mut model = model(&adapter.name, &root, server.names.first().map(String::as_str));
-            // Not in OpenAI's API: the fastest memory that the adapter is in.
+            // Not in OpenAI's API: the fastest memory that the adapter is in, which is the host's if it was loaded since the report.
             model["tier"] = match tiers.get(&adapter.id) {
                 Some(Tier::Device) => "device".into(),
-                Some(Tier::Host) => "host".into(),
-                _ => "source".into(),
+                Some(Tier::Source) => "source".into(),
+                _ => "host".into(),
             };
             model
         });

@@ -16,7 +16,6 @@ use std::{
 };
 
 use axum::{Router, body::Body, extract::Request, response::Response};
-use http_body_util::BodyExt as _;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -30,7 +29,7 @@ use tower_service::Service as _;
 
 /// The longest wait for the head of a request.
 const HEAD: Duration = Duration::from_secs(30);
-/// How long the end of the server waits for a connection without a request, of which something may still be on its way.
+/// How long the end of the server waits for a connection that has had no request, because one may be on its way.
 const IDLE: Duration = Duration::from_secs(1);
 /// How long nothing is accepted after a failure, such as for want of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -77,62 +76,51 @@ async fn connection(
     // Without it, small events wait for each other. A connection that has ended says so soon.
     let _ = stream.set_nodelay(true);
     let now = Instant::now();
-    let progress = Arc::new(Progress { deadline: Mutex::new(now + time), is_busy: AtomicBool::new(false) });
+    let progress = Arc::new(Progress { deadline: Mutex::new(now + time), is_used: AtomicBool::new(false) });
     let io = Timed { stream, progress: Arc::clone(&progress), end: Box::pin(sleep_until(now)) };
-    let service = service_fn(|request| answer(request, app.clone(), Busy::new(&progress, time)));
+    let service = service_fn(|request| answer(request, app.clone(), progress.begin(time)));
     let mut served = std::pin::pin!(http.serve_connection(TokioIo::new(io), service));
     tokio::select! {
         _ = &mut served => return,
         _ = stopped.wait_for(|is_stopped| *is_stopped) => served.as_mut().graceful_shutdown(),
     }
-    let is_busy = || progress.is_busy.load(Ordering::Relaxed);
-    if !is_busy() && (timeout(IDLE, &mut served).await.is_ok() || !is_busy()) {
+    let is_used = || progress.is_used.load(Ordering::Relaxed);
+    if !is_used() && (timeout(IDLE, &mut served).await.is_ok() || !is_used()) {
         return;
     }
-    // Its errors are those of its client.
+    // It ends with its last answer, once its client has all of it. Its errors are those of its client.
     let _ = served.await;
 }
 
-async fn answer(request: hyper::Request<Incoming>, mut app: Router, busy: Busy) -> Result<Response, Infallible> {
+async fn answer(
+    request: hyper::Request<Incoming>,
+    mut app: Router,
+    deadline: Deadline,
+) -> Result<Response, Infallible> {
     let mut request: Request = request.map(Body::new);
-    request.extensions_mut().insert(Deadline(busy.0.deadline()));
-    let response = app.call(request).await?;
-    Ok(response.map(|body| {
-        Body::new(body.map_frame(move |frame| {
-            // Until all frames are sent.
-            let Busy(_) = &busy;
-            frame
-        }))
-    }))
+    request.extensions_mut().insert(deadline);
+    app.call(request).await
 }
 
 /// What a connection does.
 struct Progress {
     /// That of the last request.
     deadline: Mutex<Instant>,
-    is_busy: AtomicBool,
+    /// Whether it has had a request.
+    is_used: AtomicBool,
 }
 
 impl Progress {
     fn deadline(&self) -> Instant {
         *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-/// A request that is being answered.
-struct Busy(Arc<Progress>);
-
-impl Busy {
-    fn new(progress: &Arc<Progress>, time: Duration) -> Self {
-        *progress.deadline.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now() + time;
-        progress.is_busy.store(true, Ordering::Relaxed);
-        Self(Arc::clone(progress))
-    }
-}
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        self.0.is_busy.store(false, Ordering::Relaxed);
+    /// Begins a request, which has this time.
+    fn begin(&self, time: Duration) -> Deadline {
+        let deadline = Instant::now() + time;
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = deadline;
+        self.is_used.store(true, Ordering::Relaxed);
+        Deadline(deadline)
     }
 }
 

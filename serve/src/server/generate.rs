@@ -26,7 +26,7 @@ use super::{
     text::{Added, End, Text},
 };
 use crate::{
-    engine::{Chosen, Event, Finish, Logprobs, Request, Sampling},
+    engine::{Chosen, Event, Failure, Finish, Logprobs, Request, Sampling},
     worker::Submission,
 };
 
@@ -173,8 +173,8 @@ impl Server {
         read.await.map_err(|error| ApiError::internal(error.to_string()))?
     }
 
-    /// Submits all choices of a request, together.
-    async fn submit(&self, job: &Job) -> ApiResult<Vec<Choice>> {
+    /// Submits all choices of a request, together, unless the engine refuses them.
+    async fn submit(&self, job: &Job) -> ApiResult<Result<Vec<Choice>, Failure>> {
         let mut requests = Vec::with_capacity(job.prompts.len() * job.choices);
         // Those of the extra, and those of an echo.
         let of_echo = job.sampling.logprobs.filter(|_| job.echo);
@@ -195,7 +195,10 @@ impl Server {
                 });
             }
         }
-        let submissions = self.engine.submit(requests).await.ok_or_else(ApiError::ended)??;
+        let submissions = match self.engine.submit(requests).await.ok_or_else(ApiError::ended)? {
+            Ok(submissions) => submissions,
+            Err(failure) => return Ok(Err(failure)),
+        };
         self.count("vllm:prompt_tokens_total", lengths.iter().map(|(prompt, _)| prompt).sum());
         self.observe("vllm:request_params_n", job.choices as f64);
         for (prompt, max_tokens) in lengths {
@@ -208,7 +211,7 @@ impl Server {
             let text = Text::new(job.end.clone());
             Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() }
         };
-        Ok(submissions.into_iter().enumerate().map(choice).collect())
+        Ok(Ok(submissions.into_iter().enumerate().map(choice).collect()))
     }
 
     /// The most new tokens of a prompt.
@@ -245,8 +248,19 @@ impl Server {
         Ok(wanted)
     }
 
-    pub(super) async fn answer(self: &Arc<Self>, job: Job) -> ApiResult<Response> {
-        let choices = self.submit(&job).await?;
+    pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
+        let choices = loop {
+            let failure = match self.submit(&job).await? {
+                Ok(choices) => break choices,
+                Err(failure) => failure,
+            };
+            // The version may have been replaced since the request was read.
+            let resolved = if matches!(failure, Failure::Unloaded) { job.resolve(self)? } else { job.adapter };
+            if resolved == job.adapter {
+                return Err(failure.into());
+            }
+            job.adapter = resolved;
+        };
         let answer = Answer::new(Arc::clone(self), job);
         if answer.job.stream {
             let (chunks, stream) = mpsc::channel(STREAM_CHUNKS);

@@ -42,6 +42,8 @@ pub(super) struct Job {
     pub(super) native: Option<native::Form>,
     /// The name that the request used.
     pub(super) model: String,
+    /// SGLang's name of an adapter.
+    pub(super) lora_path: Option<String>,
     pub(super) adapter: Option<AdapterId>,
     pub(super) prompts: Vec<Prompt>,
     pub(super) choices: usize,
@@ -58,6 +60,13 @@ pub(super) struct Job {
     pub(super) return_token_ids: bool,
     pub(super) tokens_as_ids: bool,
     pub(super) deadline: Instant,
+}
+
+impl Job {
+    /// The adapter that its names stand for now.
+    pub(super) fn resolve(&self, server: &Server) -> ApiResult<Option<AdapterId>> {
+        Ok(server.resolve(&self.model, self.lora_path.as_deref())?.adapter())
+    }
 }
 
 /// A prompt.
@@ -253,6 +262,7 @@ impl Server {
             native: None,
             adapter: None,
             model,
+            lora_path,
             prompts: Vec::new(),
             choices,
             max_tokens: None,
@@ -268,8 +278,7 @@ impl Server {
             deadline,
         };
         fields.end()?;
-        let adapter = self.resolve(&job.model, lora_path.as_deref())?.adapter();
-        Ok(Job { adapter, ..job })
+        Ok(Job { adapter: job.resolve(self)?, ..job })
     }
 
     fn sampling(&self, fields: &mut Fields, logprobs: Option<usize>) -> ApiResult<Sampling> {

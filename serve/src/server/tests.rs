@@ -2,10 +2,21 @@
 
 use std::{path::Path, sync::mpsc};
 
+use aril::pool::Source;
+use axum::{
+    body::{Body, to_bytes},
+    extract::FromRequest as _,
+};
 use clap::Parser as _;
 use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+};
 
 use super::*;
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
@@ -61,6 +72,75 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
     assert_eq!((registered().await, server.paths().len()), (0, 0));
     server.engine.stop();
     thread.join().expect("the engine ends");
+}
+
+/// A name that is replaced is there all the time, also for a request that was read before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_stands_for_a_version_while_it_is_replaced() {
+    let (server, thread) = load(options(&["--enable-lora"])).expect("the fixture is whole");
+    let replace = async |folder| {
+        let dir = fixture("adapters").join(folder);
+        server.load("a", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served")
+    };
+    let read = async || {
+        let body = json!({ "model": "a", "prompt": "What is the password?", "temperature": 0, "max_tokens": 12 });
+        let mut request = Request::new(Body::from(body.to_string()));
+        request.extensions_mut().insert(connections::Deadline(tokio::time::Instant::now() + LIMIT));
+        let Ok(received) = body::Received::from_request(request, &()).await;
+        server.prepare(received, Server::completion).await.expect("the name is there")
+    };
+    replace("r8-all").await;
+    let job = read().await;
+    replace("r64-all").await;
+    let answer = server.answer(job).await.expect("it is answered").into_body();
+    let answer = to_bytes(answer, usize::MAX).await.expect("it is whole");
+    assert!(String::from_utf8_lossy(&answer).contains(" cobalt."), "{answer:?}");
+
+    let job = read().await;
+    drop(server.registry.unload("a").expect("it is there"));
+    let refused = server.answer(job).await.expect_err("it is gone");
+    assert_eq!(refused.into_response().status(), 404);
+    server.engine.stop();
+    thread.join().expect("the engine ends");
+}
+
+/// A client that reads slowly gets all of an answer which was made before the end of the server began.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_end_waits_for_answers_on_their_way() {
+    // More than the sockets take.
+    const BYTES: usize = 64 << 20;
+    let app = Router::new().route("/", get(async || vec![b'x'; BYTES]));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+    let address = listener.local_addr().expect("it is bound");
+    let (stop, stopped) = watch::channel(false);
+    let mut serving = tokio::spawn(connections::serve(listener, app, LIMIT, stopped));
+    let mut client = TcpStream::connect(address).await.expect("the server accepts");
+    client.write_all(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.expect("the server reads");
+    let mut answer = vec![0];
+    client.read_exact(&mut answer).await.expect("it is answered");
+    stop.send(true).expect("it is served");
+    assert!(timeout(Duration::from_secs(2), &mut serving).await.is_err(), "the server ends beside its answer");
+    client.read_to_end(&mut answer).await.expect("the answer goes on");
+    assert!(answer.len() > BYTES, "{} bytes", answer.len());
+    serving.await.expect("it does not panic");
+}
+
+/// Between the engine's report and the list of names, an adapter may come: here, one that the engine does not know.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_adapter_that_has_just_come_is_in_host_memory() {
+    let [(server, thread), (other, others_thread)] =
+        [(); 2].map(|()| load(options(&["--enable-lora"])).expect("the fixture is whole"));
+    let source = Source::directory(fixture("adapters/r8-all"), &other.described.model, other.dtype);
+    let source = source.expect("the fixture is whole");
+    let version = other.engine.load(source).await.expect("the engine lives").expect("it can be read");
+    let pending = server.registry.begin_load("new", OnDuplicate::Refuse).expect("nobody has the name");
+    assert!(pending.serve(version).expect("it is loaded").version.is_none());
+    let models = server.models().await.expect("the engine lives");
+    assert_eq!((&models[1]["id"], &models[1]["tier"]), (&json!("new"), &json!("host")));
+    for (server, thread) in [(server, thread), (other, others_thread)] {
+        server.engine.stop();
+        thread.join().expect("the engine ends");
+    }
 }
 
 #[tokio::test]

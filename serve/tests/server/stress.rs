@@ -29,6 +29,8 @@ struct Words {
     changes: u64,
     /// Each word, and the changes between which it was allowed.
     allowed: Vec<(&'static str, u64, Option<u64>)>,
+    /// The change since which it has an adapter, unless it may have none now.
+    came: Option<u64>,
 }
 
 impl Words {
@@ -44,6 +46,14 @@ impl Words {
         for (.., end) in &mut self.allowed[..last] {
             end.get_or_insert(self.changes);
         }
+        if keep_last {
+            self.came.get_or_insert(self.changes);
+        }
+    }
+
+    /// Whether the name may have had no adapter at some time since a change.
+    fn was_away(&self, start: u64) -> bool {
+        self.came.is_none_or(|came| came > start)
     }
 
     /// The words that were allowed at some time since a change.
@@ -106,7 +116,10 @@ impl Stress {
                 let (status, message) = error(&(status, body));
                 assert!(status == 404 || (status == 503 && message.contains("being loaded")), "{status} {message}");
                 assert_ne!(name, "base");
+                assert!(self.words(name).was_away(start), "{name} is replaced: {status} {message}");
                 self.counts.lock().expect("no test fails here").refused += 1;
+                // However long loads take, as many are answered.
+                *self.left.lock().expect("no test fails here") += 1;
                 continue;
             }
             let said = if is_streamed {
@@ -132,6 +145,7 @@ impl Stress {
             let (folder, word) = WORDS[rng.random_range(0..WORDS.len())];
             match rng.random_range(0..6) {
                 0 if is_loaded => {
+                    self.words(name).came = None;
                     assert_eq!(self.server.unload(name).await.0, 200);
                     self.words(name).end(false);
                     is_loaded = false;
@@ -154,6 +168,7 @@ impl Stress {
             tokio::time::sleep(Duration::from_millis(rng.random_range(0..40))).await;
         }
         if is_loaded {
+            self.words(name).came = None;
             assert_eq!(self.server.unload(name).await.0, 200);
         }
     }
