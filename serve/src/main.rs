@@ -21,19 +21,25 @@ async fn main() -> ExitCode {
 }
 
 async fn run(options: Options) -> Result<(), String> {
-    let server = start(options).await?;
+    // Before the first request can be answered.
     let mut signals = Signals::new().map_err(|error| format!("cannot wait for signals: {error}"))?;
+    let server = tokio::select! {
+        started = start(options) => started?,
+        () = signals.next() => leave("ended by a signal before it served"),
+    };
     signals.next().await;
     tracing::info!("ending: requests that run are finished, unless a second signal comes");
     tokio::select! {
         ended = server.shut_down() => ended,
-        () = signals.next() => {
-            tracing::warn!("ended by a second signal");
-            log::end();
-            // Without the engine's thread, which may be in a step.
-            std::process::exit(1)
-        }
+        () = signals.next() => leave("ended by a second signal"),
     }
+}
+
+/// Ends the process without the threads that load the model, or the engine's, which may be in a step.
+fn leave(why: &str) -> ! {
+    tracing::warn!("{why}");
+    log::end();
+    std::process::exit(1)
 }
 
 /// SIGINT and SIGTERM.

@@ -3,30 +3,38 @@
 use std::{
     env,
     fs::File,
-    net::TcpListener,
+    io::{BufRead as _, BufReader},
+    net::SocketAddr,
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
 use serde_json::json;
-use tokio::time::sleep;
+use tokio::{
+    net::{TcpSocket, TcpStream},
+    time::sleep,
+};
 
 use crate::client::{QUESTION, fixture};
 
 /// A process that serves the dense model. Dropping it kills it.
 struct Process {
     child: Child,
-    url: String,
+    address: SocketAddr,
     http: reqwest::Client,
+    /// Has the port as well, so that nobody else gets it before the server listens.
+    _port: TcpSocket,
 }
 
 impl Process {
     async fn start(stderr: Stdio, args: &[&str]) -> Self {
-        // Free a moment ago.
-        let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr()).expect("there is a port").port();
+        let port = TcpSocket::new_v4().expect("there is a socket");
+        port.set_reuseaddr(true).and_then(|()| port.bind(([127, 0, 0, 1], 0).into())).expect("there is a port");
+        let address = port.local_addr().expect("it is bound");
         let (model, root) = (fixture("qwen3"), fixture("adapters"));
         let child = Command::new(env!("CARGO_BIN_EXE_aril-serve"))
-            .args(["--served-model-name", "base", "--kv-cache-mib", "8", "--port", &port.to_string(), "--enable-lora"])
+            .args(["--served-model-name", "base", "--kv-cache-mib", "8", "--enable-lora"])
+            .args(["--port", &address.port().to_string()])
             .arg("--model")
             .arg(model)
             .arg("--lora-root")
@@ -35,23 +43,34 @@ impl Process {
             .stderr(stderr)
             .spawn()
             .expect("the server starts");
-        let process = Self { child, url: format!("http://127.0.0.1:{port}"), http: reqwest::Client::new() };
+        let process = Self { child, address, http: reqwest::Client::new(), _port: port };
         let until = Instant::now() + Duration::from_secs(120);
-        while process.http.get(format!("{}/health", process.url)).send().await.is_err() {
+        while process.http.get(process.url("/health")).send().await.is_err() {
             assert!(Instant::now() < until, "the server does not come up");
             sleep(Duration::from_millis(20)).await;
         }
         process
     }
 
-    async fn post(&self, path: &str, body: serde_json::Value) -> reqwest::Response {
-        self.http.post(format!("{}{path}", self.url)).json(&body).send().await.expect("the server answers")
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
     }
 
-    /// Sends a signal.
+    async fn post(&self, path: &str, body: serde_json::Value) -> reqwest::Response {
+        self.http.post(self.url(path)).json(&body).send().await.expect("the server answers")
+    }
+
     fn tell(&self, signal: &str) {
-        let told = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
-        assert!(told.expect("there is kill").success());
+        tell(&self.child, signal);
+    }
+
+    /// Waits until nobody is let in any more.
+    async fn closes(&self) {
+        let until = Instant::now() + Duration::from_secs(30);
+        while TcpStream::connect(self.address).await.is_ok() {
+            assert!(Instant::now() < until, "the server goes on");
+            sleep(Duration::from_millis(20)).await;
+        }
     }
 
     /// Waits for the end.
@@ -65,6 +84,12 @@ impl Process {
             sleep(Duration::from_millis(20)).await;
         }
     }
+}
+
+/// Sends a signal.
+fn tell(child: &Child, signal: &str) {
+    let told = Command::new("kill").args([signal, &child.id().to_string()]).status();
+    assert!(told.expect("there is kill").success());
 }
 
 impl Drop for Process {
@@ -135,12 +160,28 @@ async fn a_second_signal_ends_at_once() {
         let body = json!({ "model": "base", "prompt": vec![1; 400], "max_tokens": 100, "n": 100, "stream": true });
         let stream = process.post("/v1/completions", body).await;
         process.tell(signals[0]);
-        sleep(Duration::from_millis(200)).await;
+        process.closes().await;
         assert!(process.child.try_wait().expect("it is a child").is_none(), "it does not wait for its request");
         process.tell(signals[1]);
         assert_eq!(process.end(Duration::from_secs(10)).await.code(), Some(1));
         drop(stream);
     }
+}
+
+/// A signal that comes before the first request is one, too.
+#[test]
+fn a_server_that_starts_waits_for_signals() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_aril-serve"))
+        .args(["--port", "0", "--kv-cache-mib", "8", "--model"])
+        .arg(fixture("qwen3"))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the server starts");
+    let mut log = BufReader::new(child.stderr.take().expect("it is a pipe")).lines();
+    assert!(log.any(|line| line.expect("the log is text").contains("loading the model")));
+    tell(&child, "-TERM");
+    let ended = child.wait().expect("it is a child");
+    assert!(ended.code().is_some(), "nobody waited for the signal: {ended}");
 }
 
 /// A key from the environment, which other users of the machine do not see.
