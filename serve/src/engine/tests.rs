@@ -754,6 +754,8 @@ fn a_failed_load_ends_its_requests_at_once() {
         world.adapters.insert("vanished".into(), id);
         let ask = world.request(Some("vanished"), files.prompt("Name a fruit."), 12, GREEDY);
         let mut waiting = [(); 2].map(|()| world.submit(ask.clone()));
+        // The next steps are not faster than the read.
+        assert!(world.engine.wait_for_adapters(LIMIT));
         while waiting.iter().any(|waiting| waiting.failure.is_none()) {
             world.step();
             long.receive();

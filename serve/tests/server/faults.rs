@@ -279,8 +279,7 @@ async fn an_idle_engine_holds_nothing() {
     assert_eq!(server.load("saffron", "r8-all", false).await.0, 200);
     let free = async || server.metric("aril_pool_memory_bytes", &["tier=\"device\"", "state=\"free\""]).await;
     let before = free().await;
-    let body =
-        json!({ "model": "saffron", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true });
+    let body = json!({ "model": "saffron", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true, "n": 100 });
     let stream = server.send("/v1/completions", body.to_string()).await;
     while server.metric("aril_pool_leases", &[]).await == 0.0 {
         sleep(Duration::from_millis(5)).await;
