@@ -716,8 +716,9 @@ impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
     /// ```
     ///
     /// # Errors
-    /// [`PoolError::Slot`] if `pool` has adapters, or unregistered ones still have memory, and [`PoolError::Load`] if the channel is of another rank than the pool's model
-    /// ([`GroupError::OtherRank`]), fails, or the ranks have different numbers of slots ([`GroupError::Disagreement`]).
+    /// [`PoolError::Slot`] if `pool` has adapters, or unregistered ones still have memory, and [`PoolError::Load`] if the channel is of another
+    /// rank than the pool's model ([`GroupError::OtherRank`]), fails, or the ranks have different numbers of slots
+    /// ([`GroupError::Disagreement`]).
     pub fn new(ranks: R, pool: AdapterPool<B>) -> Result<Self, PoolError> {
         let (channel, table) = (ranks.tp(), pool.backend.tp());
         if channel != table {
