@@ -184,26 +184,28 @@ impl Server {
     /// What a model name resolves to. `lora_path` names an adapter, too, and so does what follows the base model's name and a colon, as
     /// SGLang has both.
     pub(crate) fn resolve(&self, model: &str, lora_path: Option<&str>) -> ApiResult<Served> {
-        let served = |name: &str| {
-            self.registry.resolve(name).map_err(|error| match error {
-                RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
-                _ => ApiError::no_model(name),
-            })
-        };
         let of_base = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
-        let of_model = match (served(model), self.names.iter().find_map(of_base)) {
+        let suffix = self.names.iter().find_map(of_base);
+        let names = [model, suffix.unwrap_or_default(), lora_path.unwrap_or_default()];
+        // At one moment, so that names of one adapter stand for the same version.
+        let [of_model, of_suffix, of_path] = self.registry.resolve_each(names);
+        let refused = |name: &str, error| match error {
+            RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
+            _ => ApiError::no_model(name),
+        };
+        let of_model = match (of_model, suffix) {
             // An adapter may have a name with a colon.
             (Err(_), Some("")) => Served::Base,
-            (Err(_), Some(adapter)) => served(adapter)?,
-            (of_model, _) => of_model?,
+            (Err(_), Some(adapter)) => of_suffix.map_err(|error| refused(adapter, error))?,
+            (of_model, _) => of_model.map_err(|error| refused(model, error))?,
         };
-        match (of_model, lora_path) {
-            (served, None) => Ok(served),
-            (Served::Base, Some(name)) => served(name),
-            (of_model, Some(name)) if served(name)?.adapter() == of_model.adapter() => Ok(of_model),
-            (Served::Adapter(_), Some(_)) => {
+        let Some(path) = lora_path else { return Ok(of_model) };
+        let of_path = of_path.map_err(|error| refused(path, error))?;
+        match of_model {
+            Served::Adapter(_) if of_path.adapter() != of_model.adapter() => {
                 Err(ApiError::bad_request("`model` names an adapter, and `lora_path` another one.").of("lora_path"))
             }
+            _ => Ok(of_path),
         }
     }
 
