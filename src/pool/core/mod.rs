@@ -2,8 +2,6 @@
 
 mod batch;
 mod device;
-#[cfg(test)]
-mod ends_tests;
 mod loading;
 #[cfg(test)]
 mod loading_tests;
