@@ -145,6 +145,7 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   params.smem = ring;
   params.grid.stage_boxes = ring.stage_boxes;
   params.grid.stages = ring.stages;
+  params.grid.first_stages = detail::first_stages(kTokenTiles, ring.stages);
   params.grid.trigger = args.map->trigger_boxes / ring.stage_boxes;
   return launch_fused<T, kTokenTiles>(params, smem_bytes_of(ring), stream);
 }

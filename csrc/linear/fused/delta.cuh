@@ -57,6 +57,7 @@ struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
   static constexpr int kWarps = kDeltaWarps, kThreads = 32 * kWarps;
   static constexpr int kAPlaces = a_places(kTokenTiles);
+  static constexpr bool kAFirst = requests_a_first(kTokenTiles);
 
   const FusedParams& p;
   const aril_forward_args& args;
@@ -787,7 +788,7 @@ struct Delta {
   }
 
   __device__ __forceinline__ void run() {
-    if (thread == kThreads - 1) arrive(shared.counted);
+    if (!kAFirst && thread == kThreads - 1) arrive(shared.counted);
     share_out();
     sync_warps();
     int first = first_partial(batch.ticket);
@@ -795,6 +796,10 @@ struct Delta {
     Step ahead = {0, 0};
     if (batch.num_partials > 0) {
       ahead = begin_partials(first, last);
+    }
+    if (kAFirst) {
+      sync_warps();
+      if (thread == kThreads - 1) arrive(shared.counted);
     }
     if (is_first_block()) {
       clear_stale_words(args.mailbox, args.mailbox_bytes, batch.epoch, thread, kThreads);

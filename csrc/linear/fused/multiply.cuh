@@ -87,10 +87,13 @@ __device__ __forceinline__ void produce_weights(const FusedParams& p, FusedShare
                                                 unsigned char* ring) {
   Producer producer = Producer::of_weights(p, shared.share, ring);
   const int total = num_items(p, shared.share), ahead = min(total, p.grid.stages);
+  const int first = min(total, p.grid.first_stages);
 #pragma unroll 1
-  for (int item = 0; item < ahead; ++item) producer.copy(shared);
+  for (int item = 0; item < first; ++item) producer.copy(shared);
   // Dependents count their blocks too.
   if (p.args.weights.table != nullptr) shared.counted.wait(0);
+#pragma unroll 1
+  for (int item = first; item < ahead; ++item) producer.copy(shared);
   const int last_call = max(total - p.grid.trigger, ahead);
 #pragma unroll 1
   for (int item = ahead; item < total; ++item) {
