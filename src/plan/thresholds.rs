@@ -204,21 +204,28 @@ pub(super) mod experts {
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
 /// Which mode adds least to a layer on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and 32B, with 8 adapters
-/// and with one for each token): fused, where the base weights have so many times the bytes of the adapters' factors:
-///
-/// | tokens | blocks share rows and read x once | others |
-/// |---|---|---|
-/// | few | `FEW_ONCE`: up to 32 tokens, 1 time | `FEW`: up to 16 tokens, 3 times |
-/// | more, and as many input as output features, or fewer | `BASE_TO_FACTORS` | the same |
-/// | more, and more input than output features (down) | `BASE_TO_FACTORS_DOWN` | the same |
-///
-/// Between 4.2 times (`gate_up` of 32B, 64 adapters of rank 16), where fused takes 19 % longer than the best mode on the H200, and 6 times
-/// (`gate_up` of 8B, 8 of rank 64), where it takes 2 % longer there and is the best on the H100, there is no measurement.
+/// and with one for each token).
 pub(super) mod mode {
-    pub(in crate::plan) const FEW_ONCE: (usize, usize) = (32, 1);
-    pub(in crate::plan) const FEW: (usize, usize) = (16, 3);
-    pub(in crate::plan) const BASE_TO_FACTORS: usize = 5;
-    pub(in crate::plan) const BASE_TO_FACTORS_DOWN: usize = 3;
+    /// The mode is fused where the base weights have so many times the bytes of the adapters' factors:
+    ///
+    /// | tokens | blocks share rows, and read x once | others |
+    /// |---|---|---|
+    /// | up to 16 | 1 time | 3 times |
+    /// | up to 32 | 2 times, down 1 | 5 times, down 3 |
+    /// | more | 5 times, down 3 | 5 times, down 3 |
+    ///
+    /// down has at least twice as many input features as outputs.
+    ///
+    /// gate_up with 64 tokens: of 8B at 6 times (8 adapters of rank 64), fused takes 3 % longer than the best mode on the H200, and is the
+    /// best on the H100; of 32B at 4.2 times (64 of rank 16), it takes 23 and 3 % longer. Between the two there is no measurement.
+    pub(in crate::plan) const fn base_to_factors(num_tokens: usize, reads_input_once: bool, is_down: bool) -> usize {
+        match (num_tokens, reads_input_once, is_down) {
+            (..=16, true, _) | (..=32, true, true) => 1,
+            (..=32, true, false) => 2,
+            (..=16, false, _) | (_, _, true) => 3,
+            _ => 5,
+        }
+    }
 }
 
 /// How a fused linear is launched.

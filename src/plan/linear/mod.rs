@@ -19,7 +19,7 @@ use super::{
             MAX_LARGE_M_OUTS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time, min_expand_blocks,
             resident_expand,
         },
-        mode::{BASE_TO_FACTORS, BASE_TO_FACTORS_DOWN, FEW, FEW_ONCE},
+        mode::base_to_factors,
     },
 };
 use crate::{
@@ -302,13 +302,9 @@ impl LinearPlan {
         let factors = ranks * (self.out_features().len() * in_features + out_features);
         let has_base_of = |times: usize| factors * times <= in_features * out_features;
         let is_fastest_fused = |fused: &ForwardPlan| {
-            let (few_tokens, of_few) = if fused.reads_input_once() { FEW_ONCE } else { FEW };
-            let base_to_factors = match num_tokens <= few_tokens {
-                true => of_few,
-                false if in_features > out_features => BASE_TO_FACTORS_DOWN,
-                false => BASE_TO_FACTORS,
-            };
-            num_tokens <= fused.max_tokens() && has_base_of(base_to_factors)
+            let is_down = in_features >= 2 * out_features;
+            let times = base_to_factors(num_tokens, fused.reads_input_once(), is_down);
+            num_tokens <= fused.max_tokens() && has_base_of(times)
         };
         if fused.is_some_and(is_fastest_fused) { Mode::Fused } else { Mode::First }
     }
