@@ -212,10 +212,11 @@ def is_installed(name: str) -> bool:
 def main() -> None:
     program, *named = sys.argv[1:]
     chosen = named or [name for name in CLIENTS if is_installed(name)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as place, tempfile.TemporaryDirectory() as folder:
+        # It has the port as well, so that nobody else gets it before the server listens.
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
         template = Path(folder, "template.jinja")
         template.write_text(TEMPLATE)
         server = subprocess.Popen([

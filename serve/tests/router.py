@@ -22,15 +22,21 @@ FOLDERS = {"saffron": "r8-all", "quartz": "lm-head"}
 REPLICAS = 3
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+class Port:
+    """A port that nobody else gets before a server listens on it, or between two servers that do."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(("127.0.0.1", 0))
+
+    def __str__(self) -> str:
+        return str(self.socket.getsockname()[1])
 
 
 class Replica:
     def __init__(self, program: str, template: str) -> None:
-        self.port = free_port()
+        self.port = Port()
         modules = [f"{name}={FIXTURES / 'adapters' / folder}" for name, folder in FOLDERS.items()]
         self.command = [program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(self.port)]
         self.command += ["--enable-lora", "--lora-modules", *modules, "--chat-template", template, "--kv-cache-mib", "8"]
@@ -109,7 +115,7 @@ def check(client: openai.OpenAI, replicas: list[Replica]) -> None:
 
 
 def main() -> None:
-    port, metrics = free_port(), free_port()
+    port, metrics = Port(), Port()
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(TEMPLATE)
         template.flush()
