@@ -199,17 +199,19 @@ __device__ __forceinline__ void multiply_out_tile(float (&deltas)[8][4], const u
   set_zero(deltas);
 #if __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    uint64_t terms = core_descriptor(v, 1024, 128), cores = core_descriptor(b, kBTileBytes, 128);
     fence_operands(deltas);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       // Without a second rank tile v is zero there, so the operand may repeat the first one.
-      const int to_ranks = 2 * step + 1 < rank_tiles ? kBTileBytes : 0;
+      if (2 * step + 1 == rank_tiles) cores = core_descriptor(b + 2 * step * kBTileBytes, 0, 128);
       wgmma_fence();
 #pragma unroll
       for (int term = 0; term < kTerms; ++term) {
-        wgmma_k16<T>(deltas, core_descriptor(v + (step * kTerms + term) * kTermBytes, 1024, 128),
-                     core_descriptor(b + 2 * step * kBTileBytes, to_ranks, 128), true);
+        wgmma_k16<T>(deltas, terms, cores, true);
+        terms += kTermBytes >> 4;
       }
+      cores += 2 * kBTileBytes >> 4;
       wgmma_commit();
     }
     wgmma_wait();
