@@ -363,11 +363,13 @@ __device__ void attend(const T* qkv,               // [tokens, cols]
 
 // silu(gate), rounded, times up, rounded.
 template <typename T>
-__device__ void silu_mul(const T* gate_up,  // [rows, 2 * cols]: gates, then ups
-                         T* out,            // [rows, cols]
+__device__ void silu_mul(const T* gate_up,       // [rows, 2 * cols]: gates, then ups
+                         const int32_t* tokens,  // [rows]: -1 leaves out's row as it is; or null
+                         T* out,                 // [rows, cols]
                          int64_t cols) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
+  if (tokens != nullptr && tokens[blockIdx.x] < 0) return;
   const T* const gates = gate_up + blockIdx.x * 2 * cols;
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;
@@ -489,8 +491,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            query_heads, kv_heads, scale, dim);                                                    \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      silu_mul_##suffix(const T* gate_up, T* out, int64_t cols) {                                 \
-    silu_mul(gate_up, out, cols);                                                                 \
+      silu_mul_##suffix(const T* gate_up, const int32_t* tokens, T* out, int64_t cols) {          \
+    silu_mul(gate_up, tokens, out, cols);                                                         \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
       add_##suffix(T* y, const T* x, int64_t cols) {                                              \

@@ -349,9 +349,10 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
     }
 
-    fn silu_mul_into(&self, gate_up: &Matrix<T>, out: &mut Matrix<T>) -> Result<()> {
+    fn silu_mul_into(&self, gate_up: &Matrix<T>, routes: Option<&Routes>, out: &mut Matrix<T>) -> Result<()> {
+        let tokens = routes.map_or(0, |routes| routes.tokens.address);
         let mut kernel = self.consumer(&self.functions.silu_mul);
-        kernel.arg(&gate_up.address).arg(&out.address).arg(&out.cols);
+        kernel.arg(&gate_up.address).arg(&tokens).arg(&out.address).arg(&out.cols);
         launch(kernel, gate_up.rows, parts(out.cols * size_of::<T>()))
     }
 
@@ -377,7 +378,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     ) -> Result<()> {
         if !layer.plan().gate_up().prefers_fused(gate_up.rows) {
             layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
-            return self.silu_mul_into(gate_up, out);
+            return self.silu_mul_into(gate_up, Some(routes), out);
         }
         let (x, y, out) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
         layer.activate(step, grouped, x, y, out, Activation::Silu)?;
@@ -813,7 +814,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         let inter = if layer.plan().gate_up().prefers_fused(routes.tokens.rows) {
             gate_up.run_activated(self, x, routes)?
         } else {
-            Some(self.silu_mul(&gate_up.run_on_tokens(self, x, routes)?)?)
+            let gate_up = gate_up.run_on_tokens(self, x, routes)?;
+            let mut inter = self.alloc(gate_up.rows, gate_up.cols / 2)?;
+            self.silu_mul_into(&gate_up, Some(routes), &mut inter)?;
+            Some(inter)
         };
         let Some(inter) = inter else { return Ok(None) };
         let down = down.run(self, &inter, routes)?;
@@ -896,7 +900,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn silu_mul(&self, gate_up: &Matrix<T>) -> Result<Matrix<T>> {
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        self.silu_mul_into(gate_up, &mut out)?;
+        self.silu_mul_into(gate_up, None, &mut out)?;
         Ok(out)
     }
 

@@ -167,7 +167,7 @@ impl Layer<'_> {
             }
             match &mut grouped {
                 Some(grouped) => device.activate_into(lora, step, grouped, x, y, inter)?,
-                None => device.silu_mul_into(y, inter)?,
+                None => device.silu_mul_into(y, Some(routes), inter)?,
             }
         }
         down.run_into(device, inter, routes, z)?;

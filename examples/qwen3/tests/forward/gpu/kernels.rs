@@ -475,7 +475,7 @@ fn rotation_and_attention_wait_for_what_is_in_front() {
         let [columns, block_rows, cols] = [paged.columns, paged.block_rows, cols].map(|size| size as u64);
         let parts = sizes::parts(cols as usize * size_of::<bf16>());
         let threads = (sizes::THREADS, 0);
-        kernels.launch_bits(&silu_mul, (tokens, parts), threads, &[address(&gate_up), address(&qkv), cols], false);
+        kernels.launch_bits(&silu_mul, (tokens, parts), threads, &[address(&gate_up), 0, address(&qkv), cols], false);
         let inputs = [&qkv, &q_norm, &k_norm, &cos, &sin, &positions, &rows, &keys, &values].map(address);
         let arguments = [&inputs[..], &[query_heads, kv_heads, dim, EPS.to_bits().into()]].concat();
         let heads = (query_heads + 2 * kv_heads) as usize;
@@ -556,14 +556,28 @@ fn rows_hold<T: Float>(seed: u64) {
         let [gates, ups] = [&x, &y].map(|values| floats(values));
         let gate_up: Vec<T> =
             (x.chunks_exact(cols).zip(y.chunks_exact(cols))).flat_map(|(gate, up)| [gate, up].concat()).collect();
-        let (gate_up, out) = (gpu.upload(&gate_up), gpu.poisoned(rows * cols * size_of::<T>()));
-        let (from, to) = (gate_up.address(), out.address());
+        let gate_up = gpu.upload(&gate_up);
         let silu_mul = kernels.function(&format!("silu_mul_{dtype}"), 0);
-        kernels.launch(&silu_mul, (rows, parts), sizes::THREADS, 0, |kernel| {
-            kernel.arg(&from).arg(&to).arg(&cols);
-        });
+        let run = |tokens: u64| {
+            let out = gpu.poisoned(rows * cols * size_of::<T>());
+            let (from, to, before) = (gate_up.address(), out.address(), out.read::<T>());
+            kernels.launch(&silu_mul, (rows, parts), sizes::THREADS, 0, |kernel| {
+                kernel.arg(&from).arg(&tokens).arg(&to).arg(&cols);
+            });
+            (before, out.read::<T>())
+        };
+        let (_, all) = run(0);
         let silu = |(gate, up): (&f32, &f32)| round::<T>(gate / (1.0 + (-gate).exp())) * up;
-        assert_near::<T>(&out.read(), &gates.iter().zip(&ups).map(silu).collect::<Vec<_>>(), &what);
+        assert_near::<T>(&all, &gates.iter().zip(&ups).map(silu).collect::<Vec<_>>(), &what);
+
+        // Rows of no token, as those of routes to other ranks, are left as they are.
+        let tokens: Vec<i32> = (0..rows).map(|_| rng.random_range(-1..2)).collect();
+        let token_buffer = gpu.upload(&tokens);
+        let (before, some) = run(token_buffer.address());
+        let of_tokens = tokens.iter().zip(before.chunks_exact(cols).zip(all.chunks_exact(cols)));
+        let expected: Vec<T> =
+            of_tokens.flat_map(|(&token, (before, all))| if token < 0 { before } else { all }.to_vec()).collect();
+        assert_eq!(bytes(&some), bytes(&expected), "the rows of tokens of {what}");
 
         let mut indices: Vec<i32> = (0..9).map(|_| rng.random_range(0..rows as i32)).collect();
         indices.extend([-1, rows as i32, i32::MIN, i32::MAX]);
