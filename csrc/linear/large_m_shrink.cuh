@@ -58,12 +58,12 @@ template <typename T, int kRankTiles>
 __device__ __forceinline__ void multiply_chain(float (&sums)[kRankTiles][4], const unsigned char* x,
                                                const unsigned char* a) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  const uint64_t rows = swizzled_descriptor(x), cores = core_descriptor(a, 128, kStageATileBytes);
   fence_operands(sums);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kStageFeatures / 16; ++step) {
-    wgmma_k16<T>(sums, rows + step * (32 >> 4), cores + step * (256 >> 4), step > 0);
+    wgmma_k16<T>(sums, swizzled_descriptor(x + step * 32),
+                 core_descriptor(a + step * 256, 128, kStageATileBytes), step > 0);
   }
   wgmma_commit();
 #else
