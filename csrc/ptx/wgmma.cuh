@@ -14,7 +14,8 @@ namespace aril {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // The descriptor of an operand in shared memory made of 8-by-8 cores (8 rows of 16 bytes each):
-// `to_columns` bytes separate a core from the next one along K, `to_rows` from the next 8 rows.
+// `to_columns` bytes separate a core from the next one along K, `to_rows` from the next 8 rows. To
+// add n to a descriptor moves it by 16 n bytes.
 __device__ __forceinline__ uint64_t core_descriptor(const void* shared, int to_columns,
                                                     int to_rows) {
   return (shared_address(shared) & 0x3ffff) >> 4 | static_cast<uint64_t>(to_columns >> 4) << 16 |
