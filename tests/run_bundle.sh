@@ -13,7 +13,8 @@
 #                                   the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
 #                                   earlier results of other libraries (FILE) for the workloads that DIR does not reach
 #   run.sh pool                     the adapter pool: loads, the cost of steps on the host, a decode step beside loads; pool.json
-#   run.sh pool --stalls            a decode step beside each part of a load, and where the slowest step was
+#   run.sh pool --stalls            a decode step beside each part of a load, and where the slowest step was;
+#                                   with --waits, of a host that updates the routing for each step and waits for it
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
 #   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU

@@ -1,7 +1,8 @@
 //! Measures the adapter pool on a GPU.
 //!
 //! Writes the figures as JSON and prints them as tables. Each measurement has a pool of its own, and one that fails leaves the others'
-//! figures. All of them take less than a minute. With `--stalls`, measures [`stalls`] alone, in a minute and a half.
+//! figures. All of them take less than a minute. With `--stalls`, measures [`stalls`] alone, in two minutes, and with `--stalls --waits`
+//! [`waited`].
 //!
 //! | module | measures |
 //! |---|---|
@@ -11,15 +12,18 @@
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |
 //! | [`stalls`] | replays of a decode step beside each part of a load, and where the slowest one was |
+//! | [`waited`] | the same of steps that the host waits for, each with an update of its routing |
 //!
 //! The memory of adapters of many ranks against padded slots ([`Memory`]) is computed.
 
+mod beside;
 mod load;
 mod neighbours;
 mod packing;
 mod reading;
 mod stalls;
 mod steps;
+mod waited;
 
 use std::{
     path::PathBuf,
@@ -49,6 +53,9 @@ struct Cli {
     /// Measures which part of a load delays a step, and prints it
     #[arg(long)]
     stalls: bool,
+    /// With `--stalls`: the host waits for each step, whose routing it updates
+    #[arg(long, requires = "stalls")]
+    waits: bool,
     /// Replays beside each part of a load
     #[arg(long, default_value_t = 10_000)]
     replays: usize,
@@ -82,7 +89,7 @@ fn main() -> Result<ExitCode> {
     figures.meta.commit = option_env!("ARIL_COMMIT").map(str::to_owned);
     println!("{}\n", figures.meta.gpu);
     if cli.stalls {
-        stalls::measure(&gpu, cli.replays, &cli.beside)?;
+        stalls::measure(&gpu, cli.replays, &cli.beside, cli.waits)?;
         println!("{:.0} s", start.elapsed().as_secs_f64());
         return Ok(ExitCode::SUCCESS);
     }

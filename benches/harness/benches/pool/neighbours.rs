@@ -98,10 +98,10 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
 
 /// A graph of a decode step, and what its steps share.
 pub(crate) struct Captured {
-    graph: Graph,
-    routing: Routing,
-    workspace: Workspace,
-    slots: Vec<Slot>,
+    pub(crate) graph: Graph,
+    pub(crate) routing: Routing,
+    pub(crate) workspace: Workspace,
+    pub(crate) slots: Vec<Slot>,
 }
 
 impl Captured {
