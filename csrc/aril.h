@@ -187,6 +187,7 @@ typedef struct aril_routing {
   aril_row* rows;  // [token tiles][ARIL_TOKENS_PER_TILE], as many of a tile as it has tokens
 } aril_routing;
 
+// The batch may be in page-locked memory of the host.
 typedef struct aril_route_args {
   const int32_t* token_slots;  // [num_tokens]
   const float* token_scales;   // [num_tokens], or null for ones

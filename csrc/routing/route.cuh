@@ -3,6 +3,8 @@
 // aril_route: groups a batch's tokens by slot, once per step for all layers. A counting sort in one
 // block; no result depends on the order of a slot's tokens, which is arbitrary.
 //
+// The batch may be in the host's memory, so each of its elements is read once.
+//
 // Shared memory: a counter of 4 bytes per slot (at most 32 KB). Bound: latency. Every launch writes
 // every output that the batch's tokens need, so nothing stale is read.
 #pragma once
@@ -18,6 +20,8 @@ namespace aril::detail {
 
 constexpr int kRouteThreads = 1024;
 constexpr int kWarpSize = 32;
+// Tokens that a thread reads at once: each takes a microsecond from the host.
+constexpr int kRouteReads = 8;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 // The token's slot; -1: the base model alone, or a slot outside the table.
@@ -34,24 +38,40 @@ __global__ void __launch_bounds__(kRouteThreads)
   // [num_slots + 1] tokens of a slot, later where its next one goes. The last is for tokens without
   // a slot.
   extern __shared__ int32_t next[];
+  __shared__ int32_t first_slots[ARIL_FORWARD_TOKENS];  // of the first tokens
 
-  wait_for_predecessors();
   for (int slot = threadIdx.x; slot < p.num_slots; slot += kRouteThreads) next[slot] = 0;
+  if (threadIdx.x < ARIL_FORWARD_TOKENS) first_slots[threadIdx.x] = -1;
+  wait_for_predecessors();
   constexpr int kWords = sizeof(aril_segments) / sizeof(int32_t);
   if (threadIdx.x < kWords) reinterpret_cast<int32_t*>(p.routing.segments)[threadIdx.x] = -1;
   __syncthreads();
-  if (threadIdx.x < ARIL_FORWARD_TOKENS) {
-    const int token = threadIdx.x;
-    make_segments(*p.routing.segments, token / kWarpSize, slot_of(p, token),
-                  slot_of(p, token % kWarpSize));
-  }
-  for (int token = threadIdx.x; token < p.num_tokens; token += kRouteThreads) {
-    const int slot = slot_of(p, token);
-    if (slot >= 0) atomicAdd(&next[slot], 1);
-    p.routing.scales[token] = p.token_scales == nullptr ? 1.0f : p.token_scales[token];
-    p.routing.slots[token] = slot;
+  for (int first = threadIdx.x; first < p.num_tokens; first += kRouteReads * kRouteThreads) {
+    int slots[kRouteReads];
+    float scales[kRouteReads];
+#pragma unroll
+    for (int i = 0; i < kRouteReads; ++i) {
+      const int token = first + i * kRouteThreads;
+      slots[i] = slot_of(p, token);
+      const bool has_scale = p.token_scales != nullptr && token < p.num_tokens;
+      scales[i] = has_scale ? p.token_scales[token] : 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kRouteReads; ++i) {
+      const int token = first + i * kRouteThreads;
+      if (token >= p.num_tokens) break;
+      if (slots[i] >= 0) atomicAdd(&next[slots[i]], 1);
+      if (token < ARIL_FORWARD_TOKENS) first_slots[token] = slots[i];
+      p.routing.scales[token] = scales[i];
+      p.routing.slots[token] = slots[i];
+    }
   }
   __syncthreads();
+  if (threadIdx.x < ARIL_FORWARD_TOKENS) {
+    const int token = threadIdx.x;
+    make_segments(*p.routing.segments, token / kWarpSize, first_slots[token],
+                  first_slots[token % kWarpSize]);
+  }
 
   const int slots_per_thread = ceil_div(p.num_slots, kRouteThreads);
   const int first_slot = min(static_cast<int>(threadIdx.x) * slots_per_thread, p.num_slots);
@@ -103,7 +123,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   for (int first_token = 0; first_token < p.num_tokens; first_token += kRouteThreads) {
     const int token = first_token + threadIdx.x;
     const bool live = token < p.num_tokens;
-    const int slot = live ? slot_of(p, token) : -2, group = slot < 0 ? p.num_slots : slot;
+    // This thread has written it.
+    const int slot = live ? p.routing.slots[token] : -2, group = slot < 0 ? p.num_slots : slot;
     const unsigned same = __match_any_sync(kFullWarp, slot);
     const int leader = __ffs(same) - 1;
     int begin = 0;

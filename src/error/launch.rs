@@ -9,7 +9,7 @@ use crate::{extent::max_elements, plan::PlanError};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// Every staging buffer of the routing has a copy in flight. Wait for a step to finish, or make the routing with more buffers.
+    /// Every staging buffer of the routing is read by an update that has not run. Wait for a step to finish, or make the routing with more buffers.
     #[error("all {steps_in_flight} staging buffers of the routing are in use")]
     Busy {
         /// Number of staging buffers.

@@ -67,7 +67,7 @@ fn the_most_slots_and_many_tokens() {
     assert_eq!(tokens, expected);
 }
 
-/// While every staging buffer is being copied, `update` returns an error instead of waiting.
+/// While every staging buffer is to be read, `update` returns an error instead of waiting.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_host_that_runs_ahead_is_told() {

@@ -35,7 +35,7 @@ impl Staging {
     /// [`LaunchError`] if page-locked memory is exhausted.
     pub fn new(queue: &Queue) -> Result<Self, LaunchError> {
         queue.bind()?;
-        let buffer = || Pinned::new(BUFFER_BYTES, 0);
+        let buffer = || Pinned::new(BUFFER_BYTES);
         let stream = Arc::new(OwnStream::new(queue)?);
         Ok(Self { buffers: [buffer()?, buffer()?], next: 0, stream })
     }

@@ -148,7 +148,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> PinnedBuffer<T> {
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         let bytes = LaunchError::bytes_of::<T>("the pinned elements", len)?;
         queue.bind()?;
-        Ok(Self { memory: Pinned::new(bytes, 0)?, queue: queue.clone(), len, elements: PhantomData })
+        Ok(Self { memory: Pinned::new(bytes)?, queue: queue.clone(), len, elements: PhantomData })
     }
 }
 

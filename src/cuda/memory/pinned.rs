@@ -13,8 +13,8 @@ use crate::{
     extent::MAX_BYTES,
 };
 
-/// Page-locked host memory, and the event of its last copy to or from the device. It may be made, used and dropped while streams are captured,
-/// unless the copy is on one of them. Any thread may drop it.
+/// Page-locked host memory, and the event of its last use by the device. It may be made, used and dropped while streams are captured,
+/// unless the use is on one of them. Any thread may drop it.
 #[derive(Debug)]
 pub(in crate::cuda) struct Pinned {
     /// Of the memory and the event.
@@ -30,12 +30,12 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Allocates zeroed memory with `cuMemHostAlloc` flags in the thread's current context.
-    pub(in crate::cuda) fn new(len: usize, flags: u32) -> Result<Self, LaunchError> {
+    /// Allocates zeroed memory in the thread's current context.
+    pub(in crate::cuda) fn new(len: usize) -> Result<Self, LaunchError> {
         let context = result::ctx::get_current()?.ok_or(LaunchError::WrongContext { operand: "the thread" })?;
         let _relaxed = Relaxed::new();
         // SAFETY: a context is current.
-        let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), flags) }?.cast();
+        let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), 0) }?.cast();
         // SAFETY: just allocated with this length.
         unsafe { ptr.write_bytes(0, len) };
         match result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING) {
@@ -48,7 +48,7 @@ impl Pinned {
         }
     }
 
-    /// Whether the last copy has finished.
+    /// Whether the last use has finished.
     pub(in crate::cuda) fn is_free(&self) -> Result<bool, LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive; one that was never recorded counts as complete.
@@ -59,31 +59,39 @@ impl Pinned {
         }
     }
 
-    /// Blocks this thread until the last copy has finished.
+    /// Blocks this thread until the last use has finished.
     pub(in crate::cuda) fn wait(&self) -> Result<(), LaunchError> {
         let _relaxed = Relaxed::new();
         // SAFETY: the event is alive.
         Ok(unsafe { result::event::synchronize(self.event) }?)
     }
 
-    /// The memory, if the last copy has finished.
+    /// The memory, if the last use has finished.
     pub(in crate::cuda) fn try_bytes(&mut self) -> Result<Option<&mut [u8]>, LaunchError> {
-        // SAFETY: no copy reads it.
+        // SAFETY: nothing reads it.
         Ok(if self.is_free()? { Some(unsafe { self.bytes() }) } else { None })
     }
 
-    /// Blocks this thread until the last copy has finished, and returns the memory.
+    /// Blocks this thread until the last use has finished, and returns the memory.
     pub(in crate::cuda) fn wait_bytes(&mut self) -> Result<&mut [u8], LaunchError> {
         self.wait()?;
-        // SAFETY: no copy reads it.
+        // SAFETY: nothing reads it.
         Ok(unsafe { self.bytes() })
     }
 
     /// # Safety
-    /// The last copy has finished.
+    /// The last use has finished.
     unsafe fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: initialized at creation and owned by this type. The caller vouches that no copy reads it.
+        // SAFETY: initialized at creation and owned by this type. The caller vouches that nothing reads it.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
+    }
+
+    /// Takes note that work which was enqueued on the stream reads the memory.
+    ///
+    /// # Safety
+    /// The stream belongs to the thread's current context.
+    pub(in crate::cuda) unsafe fn in_use(&mut self, stream: Stream) -> Result<(), LaunchError> {
+        Using(stream.as_raw().cast()).end(&self.event)
     }
 
     /// Enqueues a copy of the first `len` bytes.
@@ -97,7 +105,7 @@ impl Pinned {
         let bytes = unsafe { std::slice::from_raw_parts(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_htod_async(to, bytes, stream) }?;
-        Copying(stream).end(&self.event)
+        Using(stream).end(&self.event)
     }
 
     /// Enqueues a copy to the first `len` bytes.
@@ -115,14 +123,14 @@ impl Pinned {
         let bytes = unsafe { std::slice::from_raw_parts_mut(self.ptr, len.min(self.len)) };
         // SAFETY: the caller vouches for the address and the stream. Nothing accesses the memory before the event.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }?;
-        Copying(stream).end(&self.event)
+        Using(stream).end(&self.event)
     }
 }
 
-/// The stream of a copy that has just been enqueued. It is alive, and belongs to the thread's current context.
-struct Copying(sys::CUstream);
+/// The stream of a use that has just been enqueued. It is alive, and belongs to the thread's current context.
+struct Using(sys::CUstream);
 
-impl CopyStream for Copying {
+impl CopyStream for Using {
     type Event = sys::CUevent;
     type Error = LaunchError;
 
@@ -138,7 +146,7 @@ impl CopyStream for Copying {
 }
 
 impl Drop for Pinned {
-    /// Waits for the last copy.
+    /// Waits for the last use.
     fn drop(&mut self) {
         // The thread may have no context, or another one. On an error the context is gone, and with it the copy and the memory.
         // SAFETY: the context was current when the memory was allocated. One that is gone is an error.

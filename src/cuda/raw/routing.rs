@@ -1,4 +1,4 @@
-use cudarc::driver::sys;
+use std::ptr;
 
 use super::memory::{Arrays, DeviceRegion, Stream, int};
 use crate::{
@@ -17,9 +17,8 @@ use crate::{
 pub struct Routing {
     kernels: Kernels,
     capacity: Capacity,
-    /// `[max_tokens]` slots, directly followed by as many scales as the batch has tokens.
-    staged: u64,
     routing: ffi::aril_routing,
+    /// Each has the slots of a batch, directly followed by its scales.
     staging: Vec<Pinned>,
     next: usize,
 }
@@ -31,11 +30,10 @@ unsafe impl Sync for Routing {}
 
 const TOKENS_PER_TILE: usize = ffi::ARIL_TOKENS_PER_TILE as usize;
 
-/// The staged batch and the arrays of a routing in memory at `start`, and the number of bytes they take.
-fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
+/// The arrays of a routing in memory at `start`, and the number of bytes they take.
+fn lay_out(capacity: Capacity, start: u64) -> (ffi::aril_routing, usize) {
     let Capacity { max_tokens, num_slots, .. } = capacity;
     let mut arrays = Arrays::at(start);
-    let staged = arrays.push::<u8>(staging_bytes(capacity));
     let routing = ffi::aril_routing {
         tokens: arrays.push::<i32>(max_tokens) as *mut _,
         scales: arrays.push::<f32>(max_tokens) as *mut _,
@@ -47,7 +45,7 @@ fn lay_out(capacity: Capacity, start: u64) -> (u64, ffi::aril_routing, usize) {
         segments: arrays.push::<ffi::aril_segments>(1) as *mut _,
         rows: arrays.push::<ffi::aril_row>(capacity.max_small_tiles(max_tokens) * TOKENS_PER_TILE) as *mut _,
     };
-    (staged, routing, arrays.bytes())
+    (routing, arrays.bytes())
 }
 
 fn tiles(arrays: &mut Arrays, max_tiles: usize) -> ffi::aril_tiles {
@@ -65,7 +63,7 @@ impl Routing {
     /// # Errors
     /// [`LaunchError::Plan`] if a bound of the capacity is invalid.
     pub fn device_bytes(capacity: Capacity) -> Result<usize, LaunchError> {
-        Ok(lay_out(capacity.checked()?, 0).2)
+        Ok(lay_out(capacity.checked()?, 0).1)
     }
 
     /// A routing in `memory`, which must be aligned to 256 bytes. Allocates `steps_in_flight` pinned host buffers: the host may run
@@ -85,19 +83,18 @@ impl Routing {
         memory: DeviceRegion,
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
-        let (staged, routing, bytes) = lay_out(capacity.checked()?, memory.ptr);
+        let (routing, bytes) = lay_out(capacity.checked()?, memory.ptr);
         memory.check_room("the routing's memory", bytes)?;
-        let staging = (0..steps_in_flight.max(1))
-            .map(|_| Pinned::new(staging_bytes(capacity), sys::CU_MEMHOSTALLOC_WRITECOMBINED));
+        let staging = (0..steps_in_flight.max(1)).map(|_| Pinned::new(staging_bytes(capacity)));
         let staging = staging.collect::<Result<_, _>>()?;
-        Ok(Self { kernels: kernels.clone(), capacity, staged, routing, staging, next: 0 })
+        Ok(Self { kernels: kernels.clone(), capacity, routing, staging, next: 0 })
     }
 
-    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits. A slot at or above the
-    /// capacity's is the base model.
+    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits. A slot at or above
+    /// the capacity's is the base model.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending. [`OperandError::Capacity`] if the batch is too large. Nothing
+    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run. [`OperandError::Capacity`] if the batch is too large. Nothing
     /// was enqueued.
     ///
     /// # Safety
@@ -114,14 +111,15 @@ impl Routing {
         let len = slots.len() + scales.len();
         buffer[..slots.len()].copy_from_slice(slots);
         buffer[slots.len()..len].copy_from_slice(scales);
-        // SAFETY: `staged` is as large as the staging buffer. The caller vouches for the stream.
-        unsafe { staging.copy_to(self.staged, len, stream) }?;
+        // Not copied to the device first: a copy would wait for those of loads, which go the same way, for up to 8 MiB each.
+        let token_slots: *const i32 = buffer.as_ptr().cast();
+        let token_scales = batch.scales().map_or(ptr::null(), |_| buffer[slots.len()..].as_ptr().cast());
+        // SAFETY: the caller vouches for the stream. The buffer is page-locked, so that the device reads it at the host's address. Nothing
+        // writes it until the kernel has run, which `in_use` takes note of.
+        unsafe { self.route(token_slots, token_scales, batch.num_tokens(), stream) }?;
+        // SAFETY: as above.
+        unsafe { self.staging[self.next].in_use(stream) }?;
         self.next = (self.next + 1) % steps_in_flight;
-
-        let scales = self.staged + (batch.num_tokens() * size_of::<Slot>()) as u64;
-        let token_scales = batch.scales().map_or(std::ptr::null(), |_| scales as *const f32);
-        // SAFETY: both are in this routing's memory.
-        unsafe { self.route(self.staged as *const i32, token_scales, batch.num_tokens(), stream) }?;
         Ok(routed)
     }
 
@@ -133,8 +131,8 @@ impl Routing {
         self.staging[self.next].is_free()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the copy made `steps_in_flight`
-    /// updates ago has finished.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one `steps_in_flight` updates ago
+    /// has run.
     ///
     /// # Errors
     /// [`LaunchError::Driver`] if the driver returns an error.

@@ -48,11 +48,11 @@ impl Routing {
         Ok(Self { raw, memory, capacity, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
     }
 
-    /// Enqueues a host-to-device copy of the batch and the kernel that groups its tokens by slot. Never waits.
+    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch is too large, [`OperandError::NoSuchSlot`] if it names a slot at or above the capacity's.
-    /// [`LaunchError::Busy`] if `steps_in_flight` copies are pending; see [`wait`](Self::wait). [`LaunchError::Capturing`]. Nothing was
+    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run; see [`wait`](Self::wait). [`LaunchError::Capturing`]. Nothing was
     /// enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         batch.check(self.capacity)?;
@@ -75,8 +75,8 @@ impl Routing {
         self.raw.is_ready()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the copy made `steps_in_flight`
-    /// updates ago has finished.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one `steps_in_flight` updates ago
+    /// has run.
     ///
     /// # Errors
     /// [`LaunchError::Driver`] if the driver returns an error.
