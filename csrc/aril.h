@@ -122,7 +122,7 @@ extern "C" {
 #define ARIL_PACK_FACTORS 80   // of a launch of aril_pack
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
-#define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits
+#define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits, or an operand null
 // The device does not start the blocks of a launch in the order of their index.
 #define ARIL_ERR_BLOCK_ORDER (-3)
 // The device has too little shared memory for a fused linear of this shape and rank.

@@ -69,7 +69,9 @@ int32_t load_consumers() {
 }  // namespace aril
 
 extern "C" int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream) {
-  return aril::dispatch(launch->args.layer.dtype, [&](auto element) {
+  const aril_linear_args& layer = launch->args.layer;
+  ARIL_CHECK(aril::are_set(layer.y, layer.num_slices) && aril::are_set(launch->args.out));
+  return aril::dispatch(layer.dtype, [&](auto element) {
     return aril::silu_mul<decltype(element)>(*launch, stream);
   });
 }

@@ -95,7 +95,8 @@ int32_t check(const aril_forward_args& args) {
   const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
                     args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
                     args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
-                    args.map->strips >= 1 && args.map->trigger_boxes >= 1;
+                    args.map->strips >= 1 && args.map->trigger_boxes >= 1 &&
+                    are_set(args.y, args.num_slices);
   if (!fits) return ARIL_ERR_ARGUMENT;
   if (args.weights.table != nullptr) {
     const bool has_mailbox = args.mailbox != nullptr &&

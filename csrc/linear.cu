@@ -169,12 +169,15 @@ int32_t f32(const aril_linear_args& args, int halves, void* stream) {
 }
 
 int32_t linear(const aril_linear_launch& launch, int halves, void* stream) {
-  return dispatch(launch.args.dtype, [&](auto element) -> int32_t {
+  const aril_linear_args& args = launch.args;
+  ARIL_CHECK(!(halves & kShrink) || are_set(args.x));
+  ARIL_CHECK(!(halves & kExpand) || are_set(args.y, args.num_slices));
+  return dispatch(args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {
-      return f32(launch.args, halves, stream);
+      return f32(args, halves, stream);
     } else {
-      if (!detail::is_large_m(launch.args)) return small_m<T>(launch, halves, stream);
+      if (!detail::is_large_m(args)) return small_m<T>(launch, halves, stream);
       if (halves & kShrink) ARIL_TRY(large_m_shrink<T>(launch, stream));
       return halves & kExpand ? large_m_expand<T>(launch, stream) : 0;
     }
@@ -226,6 +229,7 @@ extern "C" int32_t aril_linear_expand(const aril_linear_launch* launch, void* st
 }
 
 extern "C" int32_t aril_embedding(const aril_embedding_launch* launch, void* stream) {
+  ARIL_CHECK(aril::are_set(launch->args.token_ids) && aril::are_set(launch->args.y));
   return aril::dispatch(launch->args.dtype, [&](auto element) {
     return aril::embedding<decltype(element)>(*launch, stream);
   });

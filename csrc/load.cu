@@ -61,7 +61,7 @@ extern "C" const char* aril_status_string(int32_t status) {
     case ARIL_ERR_NO_KERNEL:
       return "this build has no code for the device";
     case ARIL_ERR_ARGUMENT:
-      return "an argument is outside its limits";
+      return "an argument is outside its limits, or the address of an operand is null";
     case ARIL_ERR_SHARED_MEMORY:
       return "the device has too little shared memory for the fused linear of this layer";
     case ARIL_ERR_BLOCK_ORDER:

@@ -146,7 +146,8 @@ int32_t experts_f32(const aril_experts_args& args, void* stream) {
 }
 
 int32_t group(const aril_group_args& args, void* stream) {
-  if (args.num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
+  ARIL_CHECK(args.num_slots <= ARIL_MAX_SLOTS);
+  ARIL_CHECK(args.num_tokens == 0 || are_set(args.top_k.ids));
   if (detail::fit_one_block(args.num_tokens, args.top_k)) return 0;
   return launch(GroupKernels().group, dim3(args.top_k.num_experts + 2), detail::kGroupThreads,
                 detail::kGroupSmemBytes, stream, args);
@@ -154,6 +155,8 @@ int32_t group(const aril_group_args& args, void* stream) {
 
 int32_t experts(const aril_experts_launch& launch, void* stream) {
   const aril_experts_args& args = launch.args;
+  const bool has_out = args.form == ARIL_ACTIVATE || args.form == ARIL_COMBINE;
+  ARIL_CHECK(are_set(args.x, args.y, args.top_k.ids) && (!has_out || are_set(args.out)));
   return dispatch(args.dtype, [&](auto element) -> int32_t {
     using T = decltype(element);
     if constexpr (sizeof(T) == sizeof(float)) {

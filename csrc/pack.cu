@@ -39,10 +39,12 @@ int32_t load_pack() {
 
 extern "C" int32_t aril_pack(const aril_pack_args* args, void* stream) {
   using namespace aril;
-  if (args->num_factors <= 0 || args->num_factors > ARIL_PACK_FACTORS) return ARIL_ERR_ARGUMENT;
+  ARIL_CHECK(args->num_factors > 0 && args->num_factors <= ARIL_PACK_FACTORS);
+  ARIL_CHECK(are_set(args->not_finite));
   aril_pack_args numbered = *args;
   int blocks = 0;
   for (int i = 0; i < args->num_factors; ++i) {
+    ARIL_CHECK(are_set(args->factors[i].source, args->factors[i].target));
     numbered.factors[i].first_block = blocks;
     blocks += (numbered.factors[i].core_rows + kPackBlockRows - 1) / kPackBlockRows;
   }

@@ -17,7 +17,8 @@ int32_t load_routing() { return load(kRoute); }
 }  // namespace aril
 
 extern "C" int32_t aril_route(const aril_route_args* args, void* stream) {
-  if (args->num_slots > ARIL_MAX_SLOTS) return ARIL_ERR_ARGUMENT;
+  ARIL_CHECK(args->num_slots <= ARIL_MAX_SLOTS);
+  ARIL_CHECK(args->num_tokens == 0 || aril::are_set(args->token_slots));
   const size_t smem_bytes = (args->num_slots + 1) * sizeof(int32_t);
   return aril::launch(aril::kRoute, 1, aril::detail::kRouteThreads, smem_bytes, stream, *args);
 }

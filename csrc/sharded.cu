@@ -79,12 +79,14 @@ int32_t load_sharded() {
 }  // namespace aril
 
 extern "C" int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream) {
+  ARIL_CHECK(aril::are_set(args->x) && aril::are_set(args->v));
   return aril::dispatch(args->dtype, [&](auto element) {
     return aril::shrink<decltype(element)>(*args, stream);
   });
 }
 
 extern "C" int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream) {
+  ARIL_CHECK(aril::are_set(args->v) && aril::are_set(args->y, args->num_slices));
   return aril::dispatch(args->dtype, [&](auto element) {
     return aril::expand<decltype(element)>(*args, stream);
   });

@@ -32,16 +32,23 @@ use crate::model::MAX_SLICES;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Slices<M> {
+    /// The first matrices that were given, up to the first `None`.
     matrices: [Option<M>; MAX_SLICES],
     /// How many were given. No layer has more slices than the array has room for, so it refuses them by their number.
     len: usize,
 }
 
+/// The matrices up to the iterator's first `None`. An iterator is not asked again after it, where some would have more.
 impl<M> FromIterator<M> for Slices<M> {
-    fn from_iter<I: IntoIterator<Item = M>>(matrices: I) -> Self {
-        let mut rest = matrices.into_iter();
-        let matrices: [_; MAX_SLICES] = std::array::from_fn(|_| rest.next());
-        Self { len: matrices.iter().flatten().count() + rest.count(), matrices }
+    fn from_iter<I: IntoIterator<Item = M>>(given: I) -> Self {
+        let (mut matrices, mut len) = ([const { None }; MAX_SLICES], 0);
+        for matrix in given {
+            if let Some(place) = matrices.get_mut(len) {
+                *place = Some(matrix);
+            }
+            len += 1;
+        }
+        Self { matrices, len }
     }
 }
 
@@ -63,21 +70,20 @@ impl<M> Slices<M> {
         self.len
     }
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn get(&self, index: usize) -> Option<&M> {
-        self.matrices.get(index)?.as_ref()
-    }
-
     /// The matrices, each with its name in errors.
     pub(crate) fn named(&self) -> impl Iterator<Item = (&'static str, &M)> {
         let names = self.names();
-        self.matrices.iter().flatten().enumerate().map(move |(slice, matrix)| (names[slice], matrix))
+        self.matrices.iter().map_while(Option::as_ref).enumerate().map(move |(slice, matrix)| (names[slice], matrix))
     }
 
     /// [`named`](Self::named), to be changed.
     pub(crate) fn named_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut M)> {
         let names = self.names();
-        self.matrices.iter_mut().flatten().enumerate().map(move |(slice, matrix)| (names[slice], matrix))
+        self.matrices
+            .iter_mut()
+            .map_while(Option::as_mut)
+            .enumerate()
+            .map(move |(slice, matrix)| (names[slice], matrix))
     }
 
     /// What `to` makes of each matrix and its name.
@@ -98,5 +104,24 @@ impl<M> Slices<M> {
             1 => ["y"; MAX_SLICES],
             _ => ["y[0]", "y[1]", "y[2]", "y[3]", "y[4]", "y[5]", "y[6]", "y[7]"],
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MAX_SLICES, Slices};
+
+    /// An iterator that has more behind its end gives what is before it. Of too many matrices, all are counted.
+    #[test]
+    fn matrices_end_where_the_iterator_first_does() {
+        for given in [&[][..], &[7], &[7, 8, 9]] {
+            let mut rest = given.iter().map(Some).chain([None, Some(&1), None, Some(&2)]);
+            let slices: Slices<_> = std::iter::from_fn(|| rest.next().flatten()).collect();
+            assert_eq!(slices.len(), given.len());
+            assert!(slices.named().map(|(_, matrix)| *matrix).eq(given));
+            assert!(slices.map(|matrix| **matrix).named().map(|(_, matrix)| matrix).eq(given));
+        }
+        let many: Slices<_> = (0..MAX_SLICES + 3).collect();
+        assert_eq!((many.len(), many.named().count()), (MAX_SLICES + 3, MAX_SLICES));
     }
 }

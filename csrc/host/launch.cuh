@@ -70,6 +70,20 @@ template <typename... Kernels>
   return status;
 }
 
+// Whether none of these addresses is null, which no kernel asks.
+template <typename... T>
+[[nodiscard]] inline bool are_set(const T*... addresses) {
+  return ((addresses != nullptr) && ...);
+}
+
+// The same of the outputs of a layer's slices.
+[[nodiscard]] inline bool are_set(const aril_outputs (&y)[ARIL_MAX_SLICES], int num_slices) {
+  for (int slice = 0; slice < num_slices; ++slice) {
+    if (y[slice].first == nullptr) return false;
+  }
+  return num_slices <= ARIL_MAX_SLICES;
+}
+
 // Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh), in clusters of so
 // many blocks. Returns this launch's own status; an error that the caller has pending stays
 // pending.

@@ -156,3 +156,83 @@ pub(super) fn check(status: i32) -> Result<(), LaunchError> {
     let message = unsafe { CStr::from_ptr(message) };
     Err(LaunchError::Kernel { status, message: message.to_string_lossy().into_owned() })
 }
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "FFI")]
+mod tests {
+    use std::{mem, ptr};
+
+    use super::*;
+
+    /// Calls an operation without blocks on arguments that `set` sets; all others are zero. It needs no device to be refused.
+    fn call<Args>(operation: Operation<Args>, set: impl Fn(&mut Args)) -> i32 {
+        // SAFETY: arguments are numbers and addresses.
+        let mut args: Args = unsafe { mem::zeroed() };
+        set(&mut args);
+        // SAFETY: nothing reads the addresses.
+        unsafe { operation(&raw const args, ptr::null_mut()) }
+    }
+
+    /// Every operation refuses a null operand, whichever it is, and not the operands that it does not have.
+    #[test]
+    fn operands_that_are_null_are_refused() {
+        let at = |is_null| if is_null { ptr::null_mut::<c_void>() } else { ptr::without_provenance_mut(256) };
+        let ffi::aril_dtype(f32) = ffi::aril_dtype::ARIL_F32;
+        let dtype = f32.cast_signed();
+        for null in 0..=3 {
+            let [first, second, third] = [1, 2, 3].map(|operand| at(operand == null));
+            let linear = |args: &mut ffi::aril_linear_args| {
+                (args.dtype, args.num_slices, args.k_tiles_per_split, args.x) = (dtype, 2, 1, first);
+                (args.y[0].first, args.y[1].first) = (second, third);
+            };
+            let of_layer = |launch: &mut ffi::aril_linear_launch| linear(&mut launch.args);
+            let is_refused = |has: &[i32], status| assert_eq!(status == ffi::ARIL_ERR_ARGUMENT, has.contains(&null));
+            is_refused(&[1, 2, 3], call(ffi::aril_linear, of_layer));
+            is_refused(&[1], call(ffi::aril_linear_shrink, of_layer));
+            is_refused(&[2, 3], call(ffi::aril_linear_expand, of_layer));
+            let silu_mul = |launch: &mut ffi::aril_silu_mul_launch| {
+                linear(&mut launch.args.layer);
+                launch.args.out = first;
+            };
+            is_refused(&[1, 2, 3], call(ffi::aril_silu_mul, silu_mul));
+            let embedding = |launch: &mut ffi::aril_embedding_launch| {
+                launch.args.dtype = dtype;
+                (launch.args.token_ids, launch.args.y) = (first.cast(), second);
+            };
+            is_refused(&[1, 2], call(ffi::aril_embedding, embedding));
+            let sharded = |args: &mut ffi::aril_sharded_args| {
+                (args.dtype, args.num_slices, args.x, args.v) = (dtype, 1, first, second.cast());
+                args.y[0].first = third;
+            };
+            is_refused(&[1, 2], call(ffi::aril_sharded_shrink, sharded));
+            is_refused(&[2, 3], call(ffi::aril_sharded_expand, sharded));
+            for (form, has) in [
+                (ffi::aril_experts_form::ARIL_ADD, &[1, 2][..]),
+                (ffi::aril_experts_form::ARIL_WRITE, &[1, 2]),
+                (ffi::aril_experts_form::ARIL_ADD_COMBINED, &[1, 2]),
+                (ffi::aril_experts_form::ARIL_ACTIVATE, &[1, 2, 3]),
+                (ffi::aril_experts_form::ARIL_COMBINE, &[1, 2, 3]),
+            ] {
+                let experts = |launch: &mut ffi::aril_experts_launch| {
+                    let args = &mut launch.args;
+                    (args.dtype, args.form) = (dtype, form.0.cast_signed());
+                    (args.x, args.y, args.out, args.top_k.ids) = (first, second, third, at(false).cast());
+                };
+                is_refused(has, call(ffi::aril_experts, experts));
+            }
+            let pack = |args: &mut ffi::aril_pack_args| {
+                (args.dtype, args.source_dtype, args.num_factors, args.not_finite) = (dtype, dtype, 1, first.cast());
+                (args.factors[0].source, args.factors[0].target) = (second, third);
+            };
+            is_refused(&[1, 2, 3], call(ffi::aril_pack, pack));
+        }
+        let refused = [
+            call(ffi::aril_route, |args: &mut ffi::aril_route_args| args.num_tokens = 1),
+            call(ffi::aril_group, |args: &mut ffi::aril_group_args| args.num_tokens = 1),
+            call(ffi::aril_experts, |launch: &mut ffi::aril_experts_launch| {
+                (launch.args.dtype, launch.args.x, launch.args.y) = (dtype, at(false), at(false));
+            }),
+        ];
+        assert_eq!(refused, [ffi::ARIL_ERR_ARGUMENT; 3]);
+    }
+}

@@ -179,16 +179,18 @@ impl Slices<RawMatrix> {
         addresses: [u64; MAX_SLICES],
         slices: &[SliceSite],
     ) -> [ffi::aril_outputs; MAX_SLICES] {
+        let is_fused = self.len() == 1;
         let mut places = NO_OUTPUTS;
-        let mut column = 0;
-        for (index, (place, slice)) in places.iter_mut().zip(slices).enumerate() {
-            let (at, first_column) = if self.len() == 1 { (0, column) } else { (index, 0) };
-            let Some(matrix) = self.get(at) else { break };
+        let mut rest = places.iter_mut().zip(slices);
+        for ((_, matrix), address) in self.named().zip(addresses) {
             let (matrix_at, stride) = matrix.place();
-            let offset = (first_column + slice.delta_range().start) * matrix.dtype.bytes();
-            let first = matrix_at.wrapping_byte_add(offset) as u64;
-            *place = ffi::aril_outputs { first: first.wrapping_add(addresses[at]) as *mut c_void, stride };
-            column += slice.out_features();
+            let mut column = 0;
+            for (place, slice) in rest.by_ref().take(if is_fused { slices.len() } else { 1 }) {
+                let offset = (column + slice.delta_range().start) * matrix.dtype.bytes();
+                let first = matrix_at.wrapping_byte_add(offset) as u64;
+                *place = ffi::aril_outputs { first: first.wrapping_add(address) as *mut c_void, stride };
+                column += slice.out_features();
+            }
         }
         places
     }
@@ -217,4 +219,30 @@ pub(in crate::cuda) fn dtype_code(dtype: DType) -> i32 {
         DType::F32 => ffi::aril_dtype::ARIL_F32,
     };
     code.cast_signed()
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
+
+    /// Outputs that have been checked are those that kernels get: of an iterator that has more behind its end, neither has it.
+    #[test]
+    fn every_checked_slice_has_its_place() {
+        let mut spec = ModelSpec::new();
+        let id = spec.linear(Linear::new("m", Parallel::Column, 8).slice("q", 64).slice("k", 32)).unwrap();
+        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let slices = model[id].slices();
+        let places = |y: &Slices<MatrixMut>| {
+            Slices::<RawMatrix>::from(*y).places(slices).map(|place| place.first as u64)[..3].to_vec()
+        };
+        let [q, k] = [(0x1000, 64), (0x2000, 32)].map(|(at, cols)| MatrixMut::new::<f32>(at, 2, cols));
+        assert_eq!(places(&MatrixMut::new::<f32>(0x1000, 2, 96).into()), [0x1000, 0x1000 + 64 * 4, 0]);
+        assert_eq!(places(&[q, k].into()), [0x1000, 0x2000, 0]);
+        let mut rest = [Some(q), None, Some(k)].into_iter();
+        let y: Slices<_> = std::iter::from_fn(|| rest.next().flatten()).collect();
+        assert_eq!(y.len(), 1);
+        assert_eq!(Slices::<RawMatrix>::from(y).shapes().unwrap().named().count(), 1);
+    }
 }
