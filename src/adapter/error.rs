@@ -30,6 +30,12 @@ pub enum AdapterError {
         /// The file.
         path: PathBuf,
     },
+    /// A weight had no finite value when it was packed, and has one now.
+    #[error("{tensor} has changed while it was packed: its bytes must stay as they are")]
+    Changing {
+        /// The factor.
+        tensor: TensorName,
+    },
     /// The directory has no configuration. PEFT saves an adapter that is not named `default` in a folder of that name.
     #[error("{dir} has no adapter_config.json{found}", dir = Escaped(dir.display()),
         found = inside.as_ref().map_or(String::new(), |inside| format!(", but {} has one", Escaped(inside.display()))))]

@@ -69,17 +69,20 @@ impl<'a> Rectangle<'a> {
         }
     }
 
-    /// Writes factors to these parts, which have their sizes, and returns whether every element is finite. Several factors lie
-    /// [between](Self::between) each other.
-    pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
-        let view = factors.first().and_then(|(factor, _)| factor.views.first());
-        match view.map(|view| view.tensor.dtype()) {
-            None => factors.into_iter().for_each(|(_, part)| part.fill(0)),
-            Some(DType::BF16) => return Self::convert_all::<bf16, T>(factors),
-            Some(DType::F16) => return Self::convert_all::<f16, T>(factors),
-            Some(DType::F32) => return Self::convert_all::<f32, T>(factors),
-        }
-        Ok(true)
+    /// Writes factors to these parts, which have their sizes. Several factors lie [between](Self::between) each other.
+    ///
+    /// Fails if an element that was written is not finite. [`error`](Self::error) finds it, unless its bytes have changed since.
+    pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<(), AdapterError> {
+        let Some(&View { tensor, name, .. }) = factors.first().and_then(|(factor, _)| factor.views.first()) else {
+            factors.into_iter().for_each(|(_, part)| part.fill(0));
+            return Ok(());
+        };
+        let is_finite = match tensor.dtype() {
+            DType::BF16 => Self::convert_all::<bf16, T>(factors),
+            DType::F16 => Self::convert_all::<f16, T>(factors),
+            DType::F32 => Self::convert_all::<f32, T>(factors),
+        }?;
+        if is_finite { Ok(()) } else { Err(AdapterError::Changing { tensor: name.clone() }) }
     }
 
     fn convert_all<S: Element, T: Element>(mut factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {

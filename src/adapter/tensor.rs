@@ -126,7 +126,12 @@ impl Tensor {
     /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
     fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
         let (stored, widths) = match &self.place {
-            Place::Memory(_) => return Ok(&self.bytes()[range]),
+            Place::Memory(storage) => {
+                // Its owner may have fewer bytes now.
+                let bytes = (**storage).as_ref().get(self.bytes.clone());
+                let gone = || AdapterError::Bytes { dtype: self.dtype, shape: self.shape.clone(), got: 0 };
+                return bytes.map(|bytes| &bytes[range]).ok_or_else(gone);
+            }
             Place::File(stored) => (stored, 1),
             Place::Doubles(stored) => (stored, 2),
         };
@@ -156,6 +161,9 @@ impl Tensor {
     }
 
     /// The elements: row-major, little-endian.
+    ///
+    /// # Panics
+    /// If the handle that has them has fewer bytes now than when the tensor was made.
     pub fn bytes(&self) -> &[u8] {
         match &self.place {
             Place::Memory(storage) => &(**storage).as_ref()[self.bytes.clone()],
@@ -180,6 +188,9 @@ impl Tensor {
     }
 
     /// All elements as `f32`, row-major.
+    ///
+    /// # Panics
+    /// As for [`bytes`](Self::bytes).
     pub fn to_f32(&self) -> Vec<f32> {
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
             bytes.chunks_exact(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32()).collect()

@@ -1,9 +1,14 @@
 //! Adapters and models: the entry and the shape of each module.
 
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, AdapterError, ImageEntry, MIN_STAGING_BYTES, SlotImage,
+        Adapter, AdapterError, ImageEntry, MIN_STAGING_BYTES, SlotImage, Tensor,
         layout::{B, LinearA},
     },
     cpu::WeightTable,
@@ -16,7 +21,7 @@ use half::{bf16, f16};
 use crate::{
     CONFIG,
     common::adapters::{Lora, parts, tensor},
-    load, load_paths, refused,
+    load, load_paths, ones, refused,
     toy::TOY,
 };
 
@@ -313,6 +318,44 @@ fn weights_must_be_finite() {
     refused!(write("lm_head", DType::BF16, DType::F16, 0, -1e30), Unrepresentable, "[0, 0]", "f16");
     assert!(write("lm_head", DType::F32, DType::BF16, 0, 3e38).is_ok());
     refused!(write("lm_head", DType::F32, DType::BF16, 0, f32::MAX), Unrepresentable, "bf16");
+}
+
+/// A handle whose bytes are others each time, or fewer, gives an error or finite weights, never what it had in between.
+#[test]
+fn weights_that_change_while_they_are_packed() {
+    struct Changing {
+        same: Vec<u8>,
+        other: Vec<u8>,
+        calls: AtomicUsize,
+        other_at: usize,
+    }
+    impl AsRef<[u8]> for Changing {
+        fn as_ref(&self) -> &[u8] {
+            if self.calls.fetch_add(1, Ordering::Relaxed) == self.other_at { &self.other } else { &self.same }
+        }
+    }
+    let model = model(&["m"]);
+    let bytes = |value: f32| bytemuck::cast_slice(&[value; 8]).to_vec();
+    let mut errors = BTreeMap::new();
+    for (what, other) in [("not finite", bytes(f32::NAN)), ("fewer", vec![0; 31])] {
+        for other_at in 0..8 {
+            let a = Changing { same: bytes(1.0), other: other.clone(), calls: 0.into(), other_at };
+            let Ok(a) = Tensor::new(DType::F32, [1, 8], a) else { continue };
+            let tensors = [("m.lora_A.weight".to_owned(), a), ("m.lora_B.weight".to_owned(), ones(&[8, 1]))];
+            let adapter = Adapter::from_tensors(CONFIG, tensors).unwrap();
+            let image = adapter.plan(&model, DType::F32).unwrap();
+            let mut block = vec![0.0_f32; image.bytes() / 4];
+            match image.write_to(bytemuck::cast_slice_mut(&mut block)) {
+                Ok(()) => assert!(block.iter().all(|value| value.is_finite()), "{what} at {other_at}"),
+                Err(error) => drop(errors.insert(what, error.to_string())),
+            }
+        }
+    }
+    let want = [
+        ("fewer", "0 bytes do not match a f32 tensor of shape [1, 8]"),
+        ("not finite", "`m.lora_A.weight` has changed while it was packed: its bytes must stay as they are"),
+    ];
+    assert_eq!(errors.into_iter().collect::<Vec<_>>(), want.map(|(what, error)| (what, error.to_owned())));
 }
 
 /// Even if several threads find others.
