@@ -6,7 +6,11 @@ use std::{
     ops::Range,
 };
 
-use crate::{extent::product, plan::PlanError, slots::Usage};
+use crate::{
+    extent::{product, round_up, sum},
+    plan::PlanError,
+    slots::Usage,
+};
 
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;
@@ -61,7 +65,7 @@ impl Block {
 
 /// Size in bytes of an arena of `bytes` bytes, which has whole granules.
 pub(crate) fn whole_granules(bytes: usize) -> usize {
-    product(&[bytes.div_ceil(GRANULE_BYTES), GRANULE_BYTES])
+    round_up(bytes, GRANULE_BYTES)
 }
 
 impl Blocks {
@@ -126,9 +130,17 @@ impl Blocks {
 /// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
 /// `beside` further bytes that are free again before the next one.
 pub(crate) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
-    let blocks = blocks.into_iter().map(granules).reduce(usize::saturating_add);
-    let beside = if beside > 0 { granules(beside) } else { 0 };
-    blocks.map_or(0, |blocks| blocks.saturating_add(beside).saturating_mul(GRANULE_BYTES))
+    of_granules(sum(blocks.into_iter().map(granules)), beside)
+}
+
+/// [`bytes_for`] `count` blocks of one size.
+pub(crate) fn bytes_for_equal(bytes: usize, count: usize, beside: usize) -> usize {
+    of_granules(product(&[granules(bytes), count]), beside)
+}
+
+fn of_granules(blocks: usize, beside: usize) -> usize {
+    let beside = if blocks > 0 && beside > 0 { granules(beside) } else { 0 };
+    product(&[blocks.saturating_add(beside), GRANULE_BYTES])
 }
 
 /// Whether a block fits in a free one of `gap_bytes` bytes.
@@ -146,7 +158,7 @@ fn granules(bytes: usize) -> usize {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{Blocks, GRANULE_BYTES, bytes_for};
+    use super::{Blocks, GRANULE_BYTES, bytes_for, bytes_for_equal};
 
     proptest! {
         /// Adapters are loaded one at a time, each with its descriptors until it is committed.
@@ -199,9 +211,16 @@ mod tests {
     #[test]
     fn nothing_needs_nothing_and_too_much_is_refused() {
         assert_eq!(bytes_for([], 4096), 0);
-        let too_much = bytes_for([usize::MAX, usize::MAX], 1);
-        assert!(too_much > u32::MAX as usize * GRANULE_BYTES);
-        assert!(Blocks::new("the arena", too_much).is_err());
+        for too_much in [
+            bytes_for([usize::MAX, usize::MAX], 1),
+            bytes_for_equal(1, usize::MAX, usize::MAX),
+            bytes_for_equal(usize::MAX, 2, 1),
+        ] {
+            assert_eq!(too_much, usize::MAX);
+            assert!(Blocks::new("the arena", too_much).is_err());
+        }
+        assert_eq!(bytes_for_equal(1000, 0, 4096), 0);
+        assert_eq!(bytes_for_equal(1000, 3, 300), bytes_for([1000; 3], 300));
     }
 
     #[test]

@@ -25,6 +25,16 @@ pub(crate) const fn product(sizes: &[usize]) -> usize {
     product
 }
 
+/// The next multiple of `of` from `size` on, or `usize::MAX` if it is larger.
+pub(crate) const fn round_up(size: usize, of: usize) -> usize {
+    product(&[size.div_ceil(of), of])
+}
+
+/// The sum of these sizes, or `usize::MAX` if it is larger.
+pub(crate) fn sum(sizes: impl IntoIterator<Item = usize>) -> usize {
+    sizes.into_iter().fold(0, usize::saturating_add)
+}
+
 /// Rows, columns, and the distance between the starts of rows in elements.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Extent {
@@ -68,7 +78,7 @@ impl Extent {
 
 #[cfg(test)]
 mod tests {
-    use super::{MAX_BYTES, max_elements, product};
+    use super::{MAX_BYTES, max_elements, product, round_up, sum};
 
     #[test]
     fn sizes_do_not_wrap() {
@@ -78,6 +88,8 @@ mod tests {
         assert_eq!(product(&[usize::MAX, usize::MAX, 0]), 0);
         assert_eq!(product(&[0, usize::MAX, usize::MAX]), 0);
         assert!(product(&[1 << 31, 1 << 31, 1 << 31]) > MAX_BYTES);
+        assert_eq!([round_up(0, 8), round_up(1, 8), round_up(8, 8), round_up(usize::MAX, 8)], [0, 8, 8, usize::MAX]);
+        assert_eq!([sum([]), sum([3, 5, 7]), sum([1, usize::MAX, 1])], [0, 15, usize::MAX]);
     }
 
     #[test]

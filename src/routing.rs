@@ -151,9 +151,9 @@ impl<'a> Batch<'a> {
         stray.map_or(Ok(()), |&slot| Err(OperandError::NoSuchSlot { slot, num_slots }))
     }
 
-    /// The scale of a token; 1 if no scales were set.
+    /// The scale of a token; 1 if no scales were set, or the batch has no such token.
     pub fn scale(&self, token: usize) -> f32 {
-        self.scales.map_or(1.0, |scales| scales[token])
+        self.scales.and_then(|scales| scales.get(token)).copied().unwrap_or(1.0)
     }
 }
 
@@ -289,34 +289,37 @@ impl<'a> TopK<'a> {
         self.factor
     }
 
-    /// The local expert id of a route, if it is below `num_held`.
+    /// The local expert id of a route, if there is such a route and the id is below `num_held`.
     pub fn expert(&self, route: usize, num_held: usize) -> Option<usize> {
-        usize::try_from(self.ids[route]).ok().filter(|&expert| expert < num_held)
+        usize::try_from(*self.ids.get(route)?).ok().filter(|&expert| expert < num_held)
     }
 
-    /// The row of a route, if it has one.
+    /// The row of a route, if there is such a route and it has one.
     pub fn row(&self, route: usize) -> Option<usize> {
-        let Some(rows) = self.rows else { return Some(route) };
-        usize::try_from(rows[route]).ok().filter(|&row| row < self.num_routes())
+        let row = self.rows.map_or(Some(route), |rows| usize::try_from(*rows.get(route)?).ok());
+        row.filter(|&row| row < self.num_routes())
     }
 
-    /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1.
+    /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1, as of a route that does
+    /// not exist.
     pub fn input_weight(&self, route: usize) -> f32 {
         self.weight_at(WeightsOn::Input, route)
     }
 
-    /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1.
+    /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1, as of a route that
+    /// does not exist.
     pub fn row_weight(&self, route: usize) -> f32 {
         self.weight_at(WeightsOn::Rows, route)
     }
 
     /// The combine weight of a route: [`factor`](Self::factor) times the router's weight, or `factor` alone with
-    /// [`on_input`](Self::on_input) or [`on_rows`](Self::on_rows).
+    /// [`on_input`](Self::on_input) or [`on_rows`](Self::on_rows), or for a route that does not exist.
     pub fn output_weight(&self, route: usize) -> f32 {
         self.factor * self.weight_at(WeightsOn::Combine, route)
     }
 
     fn weight_at(&self, place: WeightsOn, route: usize) -> f32 {
-        self.weights.filter(|_| self.weights_on == place).map_or(1.0, |weights| weights[route])
+        let weights = self.weights.filter(|_| self.weights_on == place);
+        weights.and_then(|weights| weights.get(route)).copied().unwrap_or(1.0)
     }
 }

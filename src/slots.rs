@@ -107,7 +107,7 @@ pub struct SlotInfo {
 pub struct Usage {
     /// Size of the arena.
     pub capacity: usize,
-    /// Loaded and reserved bytes.
+    /// Loaded and reserved bytes. On the CPU they may exceed the capacity while steps have adapters of a pool that others have replaced.
     pub used: usize,
     /// Size of the largest free block.
     pub largest_gap: usize,
@@ -116,7 +116,7 @@ pub struct Usage {
 impl Usage {
     /// Free bytes, in one block or several.
     pub const fn free(&self) -> usize {
-        self.capacity - self.used
+        self.capacity.saturating_sub(self.used)
     }
 
     /// The part of the free bytes outside the largest free block, from 0 to 1.

@@ -21,6 +21,7 @@ use super::{
 use crate::{
     DType, Element,
     error::LoadError,
+    extent::{product, sum},
     model::{MAX_RANK, Model},
 };
 
@@ -102,7 +103,7 @@ impl<'a> SlotImage<'a> {
     }
 
     /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules of this rank's
-    /// model.
+    /// model. `usize::MAX` if it is larger.
     pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
         let max_rank = max_rank.min(MAX_RANK);
         let factors = |a_rank, in_features, out_features| {
@@ -117,12 +118,13 @@ impl<'a> SlotImage<'a> {
             a.elems() + B { out_features: site.hidden(), rank: max_rank }.elems()
         });
         let experts = model.expert_layers().iter().flat_map(|site| {
-            [site.gate_up(), site.down()].into_iter().flat_map(|projection| {
+            [site.gate_up(), site.down()].into_iter().flat_map(move |projection| {
                 let slices = projection.slices().iter();
-                slices.map(|slice| site.held().len() * factors(max_rank, projection.in_features(), slice.output.len))
+                let of_slice = move |output| factors(max_rank, projection.in_features(), output);
+                slices.map(move |slice| product(&[site.held().len(), of_slice(slice.output.len)]))
             })
         });
-        linear.chain(embeddings).chain(experts).sum::<usize>() * dtype.bytes()
+        product(&[sum(linear.chain(embeddings).chain(experts)), dtype.bytes()])
     }
 
     /// Element type of the block.
@@ -315,18 +317,14 @@ fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<
         }
         group_of.push(group);
     }
-    // With the error, if there is one already.
-    let failure = |(group, parts)| match Rectangle::write::<T>(parts) {
-        Ok(true) => None,
-        written => Some((group, written.err())),
-    };
+    let failure = |(group, parts)| Some((group, Rectangle::write::<T>(parts).err()?));
     let is_nested = is_nested();
     let failures: BTreeMap<_, _> = if is_nested {
         groups.into_iter().enumerate().filter_map(failure).collect()
     } else {
         groups.into_par_iter().enumerate().filter_map(failure).collect()
     };
-    // The error of the first factor, whichever thread has found one first.
+    // The error of the first factor, whichever thread has found one first, with the place of a weight that is still there.
     let failed = sources.iter().zip(group_of).filter(|(_, group)| failures.contains_key(group));
     let failed: Vec<_> = failed.map(|(source, _)| source).collect();
     let error = if is_nested {
@@ -334,7 +332,7 @@ fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<
     } else {
         failed.into_par_iter().find_map_first(Rectangle::error::<T>)
     };
-    error.or(failures.into_values().find_map(|error| error)).map_or(Ok(()), Err)
+    error.or(failures.into_values().next()).map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

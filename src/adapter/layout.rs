@@ -6,7 +6,10 @@
 //! Invariant: ranks are padded to a multiple of 8, and features to a multiple of 256 in A of a linear module and of 64 elsewhere.
 //! Padding is zero. Kernels rely on it.
 
-use crate::ffi;
+use crate::{
+    extent::{product, round_up},
+    ffi,
+};
 
 /// Alignment of every factor in bytes, in a block that is itself aligned to 256 bytes.
 pub const ALIGNMENT_BYTES: usize = ffi::ARIL_FACTOR_ALIGNMENT as usize;
@@ -37,12 +40,12 @@ pub struct LinearA {
 }
 
 impl LinearA {
-    /// Size in elements, including padding.
+    /// Size in elements, including padding; `usize::MAX` if it is larger.
     pub const fn elems(self) -> usize {
-        elems(self.rank, self.in_features.next_multiple_of(K_TILE))
+        elems(self.rank, round_up(self.in_features, K_TILE))
     }
 
-    /// Offset of an element.
+    /// Offset of an element, which the factor has. That of any other has no meaning, and may overflow.
     pub const fn at(self, rank: usize, feature: usize) -> usize {
         let k_tile = feature / K_TILE * elems(self.rank, K_TILE);
         let core = rank / CORE * (K_TILE / CORE) + feature % K_TILE / CORE;
@@ -60,12 +63,12 @@ pub struct EmbeddingA {
 }
 
 impl EmbeddingA {
-    /// Size in elements, including padding.
+    /// Size in elements, including padding; `usize::MAX` if it is larger.
     pub const fn elems(self) -> usize {
         elems(self.rank, self.vocab)
     }
 
-    /// Offset of an element.
+    /// Offset of an element, which the factor has. That of any other has no meaning, and may overflow.
     pub const fn at(self, id: usize, rank: usize) -> usize {
         id * self.rank.next_multiple_of(TILE_RANKS) + rank
     }
@@ -84,12 +87,12 @@ pub struct B {
 }
 
 impl B {
-    /// Size in elements, including padding.
+    /// Size in elements, including padding; `usize::MAX` if it is larger.
     pub const fn elems(self) -> usize {
         elems(self.rank, self.out_features)
     }
 
-    /// Offset of an element.
+    /// Offset of an element, which the factor has. That of any other has no meaning, and may overflow.
     pub const fn at(self, output: usize, rank: usize) -> usize {
         let core = output % TILE_FEATURES / 32 * 4 + output % 8 / 2;
         let n = output % 32 / 8 * 2 + output % 2;
@@ -100,9 +103,9 @@ impl B {
 
 /// Elements of 64 features, for all ranks. In every factor, 256 features precede the next 256.
 pub(super) const fn stripe_elems(rank: usize) -> usize {
-    rank.next_multiple_of(TILE_RANKS) * TILE_FEATURES
+    product(&[round_up(rank, TILE_RANKS), TILE_FEATURES])
 }
 
 const fn elems(rank: usize, features: usize) -> usize {
-    stripe_elems(rank) * features.div_ceil(TILE_FEATURES)
+    product(&[stripe_elems(rank), features.div_ceil(TILE_FEATURES)])
 }

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::{
     DType, Slot,
+    blocks::whole_granules,
     error::{LoadError, OperandError},
     model::{Model, TpRank},
     plan::Capacity,
@@ -41,7 +42,7 @@ impl AdapterPool {
     /// # Errors
     /// [`PoolError`] if a bound is invalid, or threads cannot be started.
     pub fn new(model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> Result<Self, PoolError> {
-        let weights = WeightTable::new(model, dtype, capacity, config.arena_bytes)?;
+        let weights = WeightTable::new(model, dtype, capacity, whole_granules(config.arena_bytes))?;
         let host = HostTier::new(weights.bounds().clone(), 0, config)?;
         let tiers = Tiers { owner: weights.claim()?, weights, host, copied: VecDeque::new() };
         Self::with(tiers, capacity.num_slots, config)

@@ -5,7 +5,7 @@ use crate::{
     DType, Slot,
     adapter::SlotImage,
     error::{LoadError, SlotError},
-    extent::product,
+    extent::{product, sum},
     model::Model,
     plan::{Capacity, PlanError},
     routing::Batch,
@@ -45,7 +45,7 @@ impl WeightTable {
     ///
     /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
-        images.into_iter().map(SlotImage::bytes).sum()
+        sum(images.into_iter().map(SlotImage::bytes))
     }
 
     /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they have factors for

@@ -109,9 +109,16 @@ struct State {
 }
 
 impl InProcess {
+    /// The most ranks of a group. Each has a thread.
+    pub const MAX_RANKS: usize = 1024;
+
     /// The channels of `size` ranks, by rank. In an exchange, a rank waits for the others up to `time_limit`, while they may open and
     /// fill an adapter.
+    ///
+    /// # Panics
+    /// If `size` is above [`MAX_RANKS`](Self::MAX_RANKS).
     pub fn group(size: usize, time_limit: Duration) -> Vec<Self> {
+        assert!(size <= Self::MAX_RANKS, "a group of one process has up to {} ranks, not {size}", Self::MAX_RANKS);
         let state = State { completed: 0, messages: vec![None; size], last: Vec::new(), broken: None };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let ranks = (0..size).filter_map(|rank| TpRank::new(rank, size).ok());

@@ -6,6 +6,7 @@ use super::{
     cut::{Cut, TpRank, check_size, cut},
     error::SpecError,
 };
+use crate::extent::{product, sum};
 
 /// The order of gate and up within a fused gate-up weight or its output.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -266,9 +267,10 @@ impl ProjectionSite {
         self.first_entry
     }
 
-    /// Descriptor-table entry of slice 0 of the expert with this local id. Those of the other slices follow.
+    /// Descriptor-table entry of slice 0 of the expert with this local id. Those of the other slices follow. An id of no expert here has no
+    /// entry of this projection.
     pub fn expert_entry(&self, local: usize) -> usize {
-        self.first_entry + (1 + local) * self.slices.len()
+        sum([self.first_entry, self.slices.len(), product(&[local, self.slices.len()])])
     }
 
     pub(crate) fn input(&self) -> Cut {

@@ -7,6 +7,7 @@ use super::{
     cut::{Cut, Parallel, Part, Rows, TpRank, check_size, cut},
     error::SpecError,
 };
+use crate::extent::product;
 
 /// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the modules
 /// fused into its output.
@@ -310,16 +311,17 @@ impl Exchange {
         self.collective
     }
 
-    /// Rows and columns of the buffer that shrink writes: the tokens, and the ranks of all slices.
+    /// Rows and columns of the buffer that shrink writes: the tokens, and the ranks of all slices. A size beyond `usize::MAX` is that.
     pub fn sent(&self, num_tokens: usize, max_rank: usize) -> [usize; 2] {
-        [num_tokens, self.slices * self.width(max_rank)]
+        [num_tokens, product(&[self.slices, self.width(max_rank)])]
     }
 
-    /// Rows and columns of the buffer that expand reads: the rows of all ranks' buffers, or of their sum.
+    /// Rows and columns of the buffer that expand reads: the rows of all ranks' buffers, or of their sum. A size beyond `usize::MAX` is
+    /// that.
     pub fn received(&self, num_tokens: usize, max_rank: usize) -> [usize; 2] {
         let [rows, cols] = self.sent(num_tokens, max_rank);
         match self.collective {
-            Collective::AllGather => [self.tp.size * rows, cols],
+            Collective::AllGather => [product(&[self.tp.size, rows]), cols],
             Collective::AllReduce => [rows, cols],
         }
     }

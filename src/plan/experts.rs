@@ -125,7 +125,7 @@ impl ExpertsPlan {
     /// The same experts on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
-        let device = device.with_one();
+        let device = device.sizable();
         let (gate_up, down) = (ProjectionPlan { device, ..self.gate_up }, ProjectionPlan { device, ..self.down });
         Self { gate_up, down, ..self }
     }
@@ -173,10 +173,11 @@ impl ProjectionPlan {
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
         // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags each sum. The
         // partials of operations with wide tiles do not.
-        let rows = num_tokens * top_k + if self.from_tokens { num_tokens } else { 0 };
+        let routes = product(&[num_tokens, top_k]);
+        let rows = routes.saturating_add(if self.from_tokens { num_tokens } else { 0 });
         let ranks = self.capacity.max_rank.next_multiple_of(RANK_TILE);
         let sums = product(&[self.num_slabs(), rows, self.num_slices, ranks]);
-        let partials = if self.is_wide(num_tokens * top_k) { product(&[sums, size_of::<f32>()]) } else { 0 };
+        let partials = if self.is_wide(routes) { product(&[sums, size_of::<f32>()]) } else { 0 };
         WorkspaceBytes { mailbox: WorkspaceBytes::mailbox_of(sums), partials }
     }
 

@@ -14,16 +14,8 @@ mod shared_memory;
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 mod thresholds;
 
-pub(crate) use self::linear::check_outputs;
 use self::thresholds::{MAILBOX_HEADER, WORD_BYTES};
-#[cfg(feature = "cuda")]
-pub(crate) use self::{
-    capacity::limit,
-    experts::{ExpandBy, WideLaunch},
-    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns},
-    ring::Ring,
-    thresholds::GroupedBy,
-};
+pub(crate) use self::{capacity::limit, linear::check_outputs};
 pub use self::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,
@@ -31,6 +23,13 @@ pub use self::{
     forward::ForwardPlan,
     linear::{LinearPlan, Mode},
     thresholds::{MAX_FORWARD_TOKENS, MAX_SLOTS},
+};
+#[cfg(feature = "cuda")]
+pub(crate) use self::{
+    experts::{ExpandBy, WideLaunch},
+    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns},
+    ring::Ring,
+    thresholds::GroupedBy,
 };
 use crate::extent::product;
 
@@ -59,9 +58,9 @@ impl Device {
         reserved_shared_bytes: 1 << 10,
     };
 
-    /// With one multiprocessor, if it has none.
-    pub(super) fn with_one(self) -> Self {
-        Self { multiprocessors: self.multiprocessors.max(1), ..self }
+    /// With as many multiprocessors as a grid can be sized for: one, if it has none.
+    pub(super) fn sizable(self) -> Self {
+        Self { multiprocessors: self.multiprocessors.clamp(1, 1 << 16), ..self }
     }
 }
 

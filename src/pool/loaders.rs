@@ -21,6 +21,7 @@ use crate::{
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
     error::{LoadError, SlotError},
+    extent::round_up,
     model::{Model, TpRank},
     slots::Bounds,
 };
@@ -181,12 +182,12 @@ impl<P: Send + 'static> HostTier<P> {
 /// Size of an arena in which `count` adapters of rank `max_rank` fit, whatever modules they have. Their blocks end with a row.
 pub(crate) fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize, row_bytes: usize) -> usize {
     let block = block_bytes(SlotImage::max_bytes(model, dtype, max_rank), row_bytes);
-    blocks::bytes_for(std::iter::repeat_n(block, count), 0)
+    blocks::bytes_for_equal(block, count, 0)
 }
 
 /// Size of the block of an image of `image_bytes` bytes, which are followed by an aligned row.
 fn block_bytes(image_bytes: usize, row_bytes: usize) -> usize {
-    image_bytes.next_multiple_of(ALIGNMENT_BYTES) + row_bytes
+    round_up(image_bytes, ALIGNMENT_BYTES).saturating_add(row_bytes)
 }
 
 /// The threads that pack for an owner with this number.

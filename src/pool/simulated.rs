@@ -1,6 +1,10 @@
 //! A pool in simulated time.
 
-use std::{collections::VecDeque, ops::Range, time::Duration};
+use std::{
+    collections::{HashSet, VecDeque},
+    ops::Range,
+    time::Duration,
+};
 
 use super::{
     AdapterId, AdapterPool, PoolConfig, PoolError, StreamId,
@@ -9,8 +13,9 @@ use super::{
 };
 use crate::{
     Slot,
-    blocks::GRANULE_BYTES,
+    blocks::whole_granules,
     error::{LoadError, OperandError},
+    plan::{MAX_SLOTS, limit},
     routing::Batch,
 };
 
@@ -31,7 +36,7 @@ use crate::{
 /// assert!(matches!(pool.acquire(a, StreamId::FIRST), Err(PoolError::Loading { .. })));
 /// let read = pool.next_work().expect("the pool reads the adapter");
 /// assert!(matches!(read, Work::Read { id, is_copied: true, .. } if id == a));
-/// pool.end(read, Duration::from_millis(4));
+/// pool.end(read, Duration::from_millis(4))?;
 /// let lease = pool.acquire(a, StreamId::FIRST)?;
 /// assert!(matches!(pool.acquire(b, StreamId::FIRST), Err(PoolError::Full)));
 ///
@@ -47,6 +52,8 @@ pub type SimulatedPool = AdapterPool<Simulated>;
 #[derive(Debug, Default)]
 pub struct Simulated {
     started: VecDeque<Work>,
+    /// What the caller has taken and not ended: an adapter, and of a copy its number.
+    taken: HashSet<(AdapterId, Option<u64>)>,
     /// Copies that ended with their reads.
     copied: VecDeque<u64>,
 }
@@ -77,28 +84,48 @@ pub enum Work {
     },
 }
 
+impl Work {
+    fn key(&self) -> (AdapterId, Option<u64>) {
+        match *self {
+            Self::Read { id, .. } => (id, None),
+            Self::Copy { id, number, .. } => (id, Some(number)),
+        }
+    }
+}
+
 impl SimulatedPool {
     /// A pool with `num_slots` slots and one stream. Of `config`, the sizes of the tiers and the number of loaders matter.
     ///
     /// # Errors
-    /// [`PoolError::Plan`] if a size is too large.
+    /// [`PoolError::Plan`] if there is no slot or more than [`MAX_SLOTS`], or a size is too large.
     pub fn new(num_slots: usize, config: PoolConfig) -> Result<Self, PoolError> {
+        limit("num_slots", num_slots, MAX_SLOTS)?;
         Self::with(Simulated::default(), num_slots, config)
     }
 
     /// The next of the reads and copies that have started, in the order of their starts. Each is returned once.
     pub fn next_work(&mut self) -> Option<Work> {
-        self.backend.started.pop_front()
+        let work = self.backend.started.pop_front()?;
+        self.backend.taken.insert(work.key());
+        Some(work)
     }
 
     /// Ends a read or a copy. `took` is the time of a read, for the counters.
-    pub fn end(&mut self, work: Work, took: Duration) {
+    ///
+    /// # Errors
+    /// [`PoolError::Unknown`] if the work is another pool's.
+    pub fn end(&mut self, work: Work, took: Duration) -> Result<(), PoolError> {
+        let key = work.key();
+        if !self.backend.taken.remove(&key) {
+            return Err(PoolError::Unknown { id: key.0 });
+        }
         match work {
             Work::Read { id, .. } => self.take(Read { id, time: took, result: Ok(()) }),
             Work::Copy { number, .. } => self.core.has_copied(number),
         }
         // Copies that have ended with it, and those who wait for a load.
         self.notice();
+        Ok(())
     }
 }
 
@@ -111,7 +138,7 @@ impl Backend for Simulated {
     type Error = OperandError;
 
     fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<usize, PoolError> {
-        Ok(bytes.max(1).next_multiple_of(GRANULE_BYTES))
+        Ok(whole_granules(bytes.max(1)))
     }
 
     fn remove(&mut self, _id: AdapterId) {}

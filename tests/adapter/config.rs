@@ -215,6 +215,18 @@ fn all_patterns_have_a_budget() {
         let config = fields([("alpha_pattern", keys(key, 30)), ("rank_pattern", keys(key, 30))]);
         refused!(load(&many, &config), Patterns, "60 patterns", "2000 modules");
     }
+    // One pattern of the largest size, in whichever field, and long paths.
+    let long: Vec<_> = many.iter().map(|path| format!("{path}{}", "q".repeat(120))).collect();
+    let large = r"\w{900}";
+    for (field, value) in [
+        ("target_modules", json!(large)),
+        ("exclude_modules", json!(large)),
+        ("alpha_pattern", keys(large, 1)),
+        ("rank_pattern", keys(large, 1)),
+    ] {
+        let config = fields([(field, value), ("r", json!(2))]);
+        refused!(load(&long, &config), Patterns, "1 patterns", "2000 modules");
+    }
     assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
     // Plain paths are cheap: some of PEFT's configurations have one for each module.
     let paths = |value: usize| {

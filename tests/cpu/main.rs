@@ -10,6 +10,7 @@
 
 mod api;
 mod archs;
+mod arguments;
 #[path = "../common/mod.rs"]
 mod common;
 mod consumers;

@@ -111,6 +111,22 @@ fn an_arena_of_a_rank_holds_as_many_adapters() {
     }
 }
 
+/// A pool's arena has whole granules, and so has its table's. A step that keeps an adapter which another one has replaced has more.
+#[test]
+fn free_memory_is_never_less_than_none() {
+    let mut setup = Setup::with(1, PoolConfig::arena_bytes(BYTES - 1).host_bytes(2 * BYTES));
+    let ids = [1.0, 2.0].map(|value| setup.adding(value));
+    let usage = |setup: &Setup| setup.pool.weights(StreamId::FIRST).unwrap().usage();
+    let lease = setup.lease(ids[0]);
+    assert_eq!((usage(&setup).capacity, usage(&setup).used, usage(&setup).free()), (BYTES, BYTES, 0));
+    assert_eq!(usage(&setup).fragmentation(), 0.0);
+    assert_eq!(setup.pool.snapshot().device_memory.free(), 0);
+    drop(lease);
+    setup.pool.end_step(StreamId::FIRST).unwrap();
+    assert_eq!(setup.use_once(ids[1]), 2.0);
+    setup.finish();
+}
+
 #[test]
 fn a_prefetch_brings_an_adapter_up() {
     let mut setup = Setup::new(2, 2);

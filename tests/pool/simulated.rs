@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use aril::pool::{AdapterId, PoolConfig, PoolError, SimulatedPool, StreamId, Tier, Work};
+use aril::{
+    plan::{MAX_SLOTS, PlanError},
+    pool::{AdapterId, PoolConfig, PoolError, SimulatedPool, StreamId, Tier, Work},
+};
 
 const BYTES: usize = 1000;
 /// Blocks are whole granules.
@@ -21,7 +24,7 @@ fn pool<const N: usize>(slots: usize, host: usize) -> (SimulatedPool, [AdapterId
 /// Ends all work that was started, and what that starts.
 fn run(pool: &mut SimulatedPool) {
     while let Some(work) = pool.next_work() {
-        pool.end(work, TIME);
+        pool.end(work, TIME).unwrap();
     }
 }
 
@@ -40,7 +43,7 @@ fn a_read_copies_an_adapter_to_the_device() {
     assert!(matches!(pool.acquire(a, STREAM), Err(PoolError::Loading { .. })));
     let load = pool.loading(a).unwrap();
     assert!(!load.has_ended().unwrap());
-    pool.end(work, TIME);
+    pool.end(work, TIME).unwrap();
     assert!(load.has_ended().unwrap() && pool.loading(a).is_none());
     let snapshot = pool.snapshot();
     assert_eq!((snapshot.resident, snapshot.copying, snapshot.host), (1, 0, 1));
@@ -68,7 +71,7 @@ fn an_adapter_in_host_memory_is_copied() {
     pool.end_step(STREAM).unwrap();
     // Nothing has to be released for it.
     assert!(matches!(pool.acquire(b, STREAM), Err(PoolError::Loading { id }) if id == b), "the copy has not ended");
-    pool.end(work, TIME);
+    pool.end(work, TIME).unwrap();
     assert_eq!((pool.snapshot().copying, pool.next_work()), (0, None));
     pool.poll();
     assert!(matches!(pool.next_work(), Some(Work::Copy { id, .. }) if id == b), "there is room for it now");
@@ -105,7 +108,7 @@ fn a_batch_revokes_the_copy_of_a_read() {
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Source]);
     let _lease = pool.acquire(a, STREAM).unwrap();
     assert!(matches!(pool.next_work(), Some(Work::Copy { id, .. }) if id == a));
-    pool.end(read, TIME);
+    pool.end(read, TIME).unwrap();
     assert_eq!(tiers(&pool, [a, b]), [Tier::Device, Tier::Host]);
 }
 
@@ -138,4 +141,48 @@ fn batches_pins_and_ids_are_those_of_a_pool() {
     assert!(matches!(pool.acquire(c, STREAM), Err(PoolError::Unknown { id }) if id == c));
     assert_eq!(pool.snapshot().resident, 1, "nothing used it");
     assert!(matches!(pool.register(3 * BLOCK), Err(PoolError::TooLarge { what: "arena", .. })));
+}
+
+/// Neither a read nor a copy of another pool ends here, nor an adapter that no memory holds fits.
+#[test]
+fn what_is_not_the_pools_is_refused() {
+    let (mut first, [a, b]) = pool(1, 2);
+    let (mut second, [c, d]) = pool(1, 2);
+    for (pool, [first, second]) in [(&mut first, [a, b]), (&mut second, [c, d])] {
+        pool.prefetch(first).unwrap();
+        run(pool);
+        pool.prefetch(second).unwrap();
+    }
+    let (read, own) = (first.next_work().unwrap(), second.next_work().unwrap());
+    let before = format!("{:?}", second.snapshot());
+    assert!(matches!(second.end(read, TIME), Err(PoolError::Unknown { id }) if id == b));
+    assert_eq!(format!("{:?}", second.snapshot()), before);
+    second.end(own, TIME).unwrap();
+    // Copies are numbered by each pool.
+    let copying = || {
+        let (mut pool, [a, b]) = pool(1, 2);
+        for id in [a, b] {
+            pool.prefetch(id).unwrap();
+            run(&mut pool);
+        }
+        pool.prefetch(a).unwrap();
+        let copy = pool.next_work().unwrap();
+        (pool, a, copy)
+    };
+    let ((_, a, copy), (mut second, _, own)) = (copying(), copying());
+    let numbers = [&copy, &own].map(|work| match work {
+        Work::Copy { number, .. } => *number,
+        work => panic!("{work:?}"),
+    });
+    assert_eq!(numbers[0], numbers[1]);
+    assert!(matches!(second.end(copy, TIME), Err(PoolError::Unknown { id }) if id == a));
+    assert_eq!(second.snapshot().copying, 1);
+    second.end(own, TIME).unwrap();
+    assert_eq!(second.snapshot().copying, 0);
+
+    assert!(matches!(first.register(usize::MAX), Err(PoolError::TooLarge { bytes: usize::MAX, .. })));
+    for num_slots in [0, MAX_SLOTS + 1, usize::MAX] {
+        let refused = SimulatedPool::new(num_slots, PoolConfig::arena_bytes(BLOCK));
+        assert!(matches!(refused, Err(PoolError::Plan(PlanError::Limit { what: "num_slots", .. }))));
+    }
 }

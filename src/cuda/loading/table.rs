@@ -121,7 +121,7 @@ impl WeightTable {
     pub fn arena_bytes_for(model: &Model, dtype: DType, capacity: Capacity) -> usize {
         let image = SlotImage::max_bytes(model, dtype, capacity.max_rank);
         let count = capacity.num_slots.saturating_add(1);
-        blocks::bytes_for(std::iter::repeat_n(image, count), row_bytes(model.num_entries()))
+        blocks::bytes_for_equal(image, count, row_bytes(model.num_entries()))
     }
 
     /// Loads an adapter into a slot and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and

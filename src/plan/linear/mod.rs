@@ -61,7 +61,7 @@ impl LinearPlan {
     /// The same layer on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
-        Self { device: device.with_one(), ..self }
+        Self { device: device.sizable(), ..self }
     }
 
     /// Whether the layer works on wide tiles. Both ways are bit-identical.
@@ -87,7 +87,8 @@ impl LinearPlan {
 
     /// K tiles of [`K_TILE`] input features of a split: a slab or a span. Both are bit-identical.
     pub(crate) fn k_tiles_per_split(&self, num_tokens: usize) -> usize {
-        let blocks = num_tokens.div_ceil(WIDE_TILE) * self.rank_tiles().div_ceil(LARGE_M_RANK_TILES) * self.num_spans();
+        let rank_blocks = self.rank_tiles().div_ceil(LARGE_M_RANK_TILES);
+        let blocks = product(&[num_tokens.div_ceil(WIDE_TILE), rank_blocks, self.num_spans()]);
         if self.is_one_launch(num_tokens) || blocks < MIN_SPAN_BLOCKS { K_TILES_PER_SLAB } else { K_TILES_PER_SPAN }
     }
 
@@ -201,7 +202,7 @@ pub(crate) fn outs_per_block(
     tiles: usize,
     device: Device,
 ) -> usize {
-    let multiprocessors = device.with_one().multiprocessors;
+    let multiprocessors = device.sizable().multiprocessors;
     if let Some(tokens) = wide_tokens.filter(|_| is_staged(max_rank)) {
         return wide_outs(out_features, (multiprocessors, resident_expand(max_rank)), max_rank, tokens, tiles);
     }
@@ -299,8 +300,8 @@ impl LinearPlan {
     /// expand within the operation behind the layer is not chosen, because it depends on that operation.
     pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
-        let factors = ranks * (self.out_features().len() * in_features + out_features);
-        let has_base_of = |times: usize| factors * times <= in_features * out_features;
+        let factors = product(&[ranks, self.out_features().len() * in_features + out_features]);
+        let has_base_of = |times: usize| product(&[factors, times]) <= in_features * out_features;
         let is_fastest_fused = |fused: &ForwardPlan| {
             let is_down = in_features >= 2 * out_features;
             let times = base_to_factors(num_tokens, fused.reads_input_once(), is_down);

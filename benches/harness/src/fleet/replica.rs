@@ -113,7 +113,7 @@ impl Server for Replica {
             (0..self.work.len()).filter(|at| self.work[*at].1 <= now).min_by_key(|at| self.work[*at].1)
         {
             let (begin, end, work) = self.work.remove(next);
-            self.pool.end(work, Duration::from_micros(end - begin));
+            self.pool.end(work, Duration::from_micros(end - begin)).expect("the work is the pool's");
             self.begin_work(now);
         }
     }
