@@ -25,7 +25,6 @@ fn main() -> Result<(), Error> {
     if !driver_is_present() {
         return Err("this example needs a GPU".into());
     }
-    // The default stream cannot be captured.
     let context = CudaContext::new(0)?;
     let queue = Queue::new(&Kernels::load_into(&context)?, &context.new_stream()?)?;
 

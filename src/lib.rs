@@ -95,8 +95,6 @@ mod dtype;
 pub mod error;
 mod extent;
 mod ffi;
-#[cfg(any(test, feature = "cuda"))]
-mod gate;
 pub mod group;
 pub mod model;
 pub mod plan;

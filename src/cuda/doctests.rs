@@ -230,6 +230,37 @@ struct EndedUnderStep;
 /// ```
 struct KeptStep;
 
+/// The steps of two captures cannot be exchanged.
+///
+/// ```no_run
+/// # use aril::cuda::*;
+/// # fn capture(weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2]) -> Result<Graph, LaunchError> {
+/// let [first, second] = workspaces;
+/// weights.capture(routing, 8, first, |step| {
+///     weights.capture::<LaunchError>(routing, 8, second, |other| {
+///         println!("{} {}", step.num_tokens(), other.num_tokens());
+///         Ok(())
+///     })?;
+///     Ok(())
+/// })
+/// # }
+/// ```
+///
+/// ```compile_fail
+/// # use aril::cuda::*;
+/// # fn capture(weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2]) -> Result<Graph, LaunchError> {
+/// let [first, second] = workspaces;
+/// weights.capture(routing, 8, first, |step| {
+///     weights.capture::<LaunchError>(routing, 8, second, |other| {
+///         std::mem::swap(step, other);
+///         Ok(())
+///     })?;
+///     Ok(())
+/// })
+/// # }
+/// ```
+struct ExchangedSteps;
+
 /// Launching on raw addresses is unsafe.
 ///
 /// ```no_run

@@ -4,36 +4,29 @@
 #![expect(unsafe_code, reason = "calls the driver, and wraps streams")]
 
 use std::{
-    collections::HashMap,
+    ffi::{c_int, c_uint},
     marker::PhantomData,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::{
-    CudaContext, CudaEvent, CudaSlice, CudaStream, DriverError,
-    result::{self, stream::StreamKind},
+    CudaContext, CudaEvent, CudaSlice, CudaStream, DriverError, result,
     sys::{self, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, cuThreadExchangeStreamCaptureMode},
 };
 
 use crate::{
     copies::CopyStream,
     cuda::{Kernels, LaunchError, raw},
-    gate::{Closed, Entered, Gate},
 };
 
 /// The handle in CUDA's headers, which cudarc does not name.
 const CU_STREAM_PER_THREAD: usize = 2;
-
-/// The gates of streams, by handle.
-static GATES: Mutex<Option<HashMap<usize, Weak<Gate>>>> = Mutex::new(None);
 
 /// A CUDA stream and the kernels of its context. Objects created on a queue run on its stream, in order. Clones are the same queue.
 #[derive(Clone, Debug)]
 pub struct Queue {
     kernels: Kernels,
     stream: Arc<CudaStream>,
-    /// All queues of the stream have the same.
-    gate: Arc<Gate>,
 }
 
 impl Queue {
@@ -47,7 +40,7 @@ impl Queue {
         if stream.cu_stream().addr() == CU_STREAM_PER_THREAD {
             return Err(LaunchError::PerThreadStream);
         }
-        Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream), gate: gate_of(stream) })
+        Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream) })
     }
 
     /// The queue of a stream that cudarc does not know: the `CUstream` or `cudaStream_t` of an engine in C++, or of one with another
@@ -92,22 +85,12 @@ impl Queue {
         Ok(self.stream.context().bind_to_thread()?)
     }
 
-    /// Makes the context current on this thread. Rejects a stream that is being captured, because the graph could outlive its
-    /// operands. While what it returns is alive, no thread begins a capture: keep it until the work is enqueued.
-    pub(in crate::cuda) fn enter(&self) -> Result<Entered<'_>, LaunchError> {
-        let entered = self.gate.enter();
+    /// Makes the context current on this thread, to enqueue work. Rejects a stream that the engine is capturing, because its graph could
+    /// outlive the operands.
+    pub(in crate::cuda) fn prepare(&self) -> Result<(), LaunchError> {
         // This also binds the context.
         match self.stream.capture_status()? {
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(entered),
-            _ => Err(LaunchError::Capturing),
-        }
-    }
-
-    /// Like [`enter`](Self::enter), to begin a capture: waits until all threads have enqueued what they entered for.
-    pub(in crate::cuda) fn enter_alone(&self) -> Result<Closed<'_>, LaunchError> {
-        let closed = self.gate.close();
-        match self.stream.capture_status()? {
-            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(closed),
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
             _ => Err(LaunchError::Capturing),
         }
     }
@@ -119,28 +102,14 @@ impl Queue {
 
     /// Rejects an operand of another stream or context.
     pub(in crate::cuda) fn check(&self, operand: &'static str, other: &Self) -> Result<(), LaunchError> {
-        if self.kernels != other.kernels {
-            return Err(LaunchError::WrongContext { operand });
-        }
-        if self.stream.cu_stream() != other.stream.cu_stream() {
-            return Err(LaunchError::WrongStream { operand });
-        }
-        Ok(())
+        self.check_stream(operand, &other.stream)
     }
-}
 
-/// The gate of a stream. Default streams of different contexts have the same handle, and share one.
-fn gate_of(stream: &CudaStream) -> Arc<Gate> {
-    let mut gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
-    let gates = gates.get_or_insert_default();
-    let handle = stream.cu_stream().addr();
-    if let Some(gate) = gates.get(&handle).and_then(Weak::upgrade) {
-        return gate;
+    /// Rejects another stream, and one of another context.
+    pub(in crate::cuda) fn check_stream(&self, operand: &'static str, stream: &CudaStream) -> Result<(), LaunchError> {
+        self.kernels.check_context(operand, stream.context())?;
+        if self.stream.cu_stream() == stream.cu_stream() { Ok(()) } else { Err(LaunchError::WrongStream { operand }) }
     }
-    gates.retain(|_, gate| gate.strong_count() > 0);
-    let gate = Arc::new(Gate::default());
-    gates.insert(handle, Arc::downgrade(&gate));
-    gate
 }
 
 /// Stands in for cudarc's method of this name, which versions before 0.19.10 lack. A type's own method takes precedence of a trait's.
@@ -170,10 +139,26 @@ unsafe impl Sync for OwnStream {}
 impl OwnStream {
     /// A stream in the queue's context.
     pub(in crate::cuda) fn new(queue: &Queue) -> Result<Self, LaunchError> {
+        Self::with_priority(queue, 0)
+    }
+
+    /// A stream in the queue's context that has the priority of the queue's.
+    pub(in crate::cuda) fn like(queue: &Queue) -> Result<Self, LaunchError> {
+        queue.bind()?;
+        let mut priority = 0;
+        // SAFETY: the stream is alive, and the pointer is valid for the call.
+        unsafe { sys::cuStreamGetPriority(queue.stream().cu_stream(), &raw mut priority) }.result()?;
+        Self::with_priority(queue, priority)
+    }
+
+    fn with_priority(queue: &Queue, priority: c_int) -> Result<Self, LaunchError> {
         queue.bind()?;
         let _relaxed = Relaxed::new();
-        let context = Arc::clone(queue.stream().context());
-        Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        // SAFETY: the context is current, and the pointer is valid for the call.
+        unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, priority) }.result()?;
+        Ok(Self { context: Arc::clone(queue.stream().context()), stream })
     }
 
     pub(in crate::cuda) fn context(&self) -> &Arc<CudaContext> {
@@ -284,10 +269,10 @@ pub(in crate::cuda) fn free(memory: CudaSlice<u8>, queue: &Queue) {
 pub(in crate::cuda) fn free_postponed(context: &Arc<CudaContext>) {
     let of_context: Vec<_> = postponed().extract_if(.., |(_, queue)| queue.stream().context() == context).collect();
     for (memory, queue) in of_context {
-        let captured = match queue.enter() {
+        let captured = match queue.prepare() {
             Err(LaunchError::Capturing) => Some(memory),
-            entered => {
-                if let Err(LaunchError::Driver(error)) = entered {
+            prepared => {
+                if let Err(LaunchError::Driver(error)) = prepared {
                     // The next call that can return the error returns it.
                     context.record_err::<()>(Err(error));
                 }

@@ -18,10 +18,16 @@ pub enum LaunchError {
     /// The step is being captured, and graphs are replayed in other steps.
     #[error("a graph cannot be replayed in a step that is being captured")]
     CapturedReplay,
-    /// The stream is being captured. A graph captured outside [`WeightTable::capture`](crate::cuda::WeightTable::capture) could be
-    /// replayed after the operands are freed.
+    /// The engine is capturing the queue's stream. Its graph, which keeps nothing alive, could be replayed after the operands are freed.
     #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
     Capturing,
+    /// The layer was created after the capture began. Its kernels read W before they wait for the kernel in front of them, which may be a
+    /// captured one that writes W.
+    #[error("{layer} was created after the capture of the step began; create it before")]
+    CreatedInCapture {
+        /// The layer.
+        layer: &'static str,
+    },
     /// The CUDA driver returned an error. That of a kernel that failed earlier, such as `CUDA_ERROR_LAUNCH_FAILED`, is returned by every
     /// later call in the context.
     #[error("the CUDA driver returned an error: {0}")]
@@ -109,7 +115,8 @@ pub enum LaunchError {
         /// The bytes that it needs.
         want: usize,
     },
-    /// The operand was created on another stream than the step or the table. The order of that stream does not cover it.
+    /// The operand was created on another stream than the queue's, whose order does not cover its uses. This holds for memory of cudarc,
+    /// too: its events do not cover reads on several streams.
     #[error("{operand} was created on a different stream", operand = Named(operand))]
     WrongStream {
         /// Name of the operand.

@@ -3,21 +3,29 @@
 use std::{
     ops::Range,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
 use aril::{
     DType, Slot,
     cuda::{
-        Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut,
-        PinnedBuffer, Routing, Staging, Step, TopK, WeightTable, Workspace,
+        AdapterPool, Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
+        Matrix, MatrixMut, PinnedBuffer, Queue, Routing, Staging, Step, TopK, View, WeightTable, Workspace,
     },
     error::{LoadError, OperandError},
     model::{Activation, Experts, ExpertsId, Linear, ModelSpec, Parallel, TpRank},
     plan::{Capacity, RouteCapacity, WorkspaceBytes},
+    pool::{PoolConfig, StreamId},
     routing::Batch,
 };
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus};
+use cudarc::driver::{
+    CudaGraph, CudaSlice, CudaStream, result,
+    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus, cuStreamGetPriority},
+};
 use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -272,6 +280,264 @@ fn captures_that_fail_leave_the_queue_as_it_was() {
         matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: TOKENS, .. }) if got == TOKENS + 1);
     assert!(is_of_tokens, "{error}");
     assert_usable(&mut setup);
+}
+
+const FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+
+/// What cudarc makes of the queue's stream within a capture is no graph: the stream is not that of the capture.
+fn steal(step: &Step<'_>) -> Option<CudaGraph> {
+    let stream = step.queue().stream();
+    assert_eq!(stream.capture_status().unwrap(), CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE);
+    stream.end_capture(FLAGS).ok().flatten()
+}
+
+/// Nobody can take a graph from a capture that no step checks, nor run the captured operations without a step.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_capture_cannot_be_stolen() {
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let config = PoolConfig::arena_bytes(1 << 20).host_bytes(1 << 20);
+    let pool = AdapterPool::new(&gpu.queue, weights.model(), DType::F32, weights.capacity(), config).unwrap();
+    let mut graphs: Vec<_> = [&*weights, pool.weights(StreamId::FIRST).unwrap()]
+        .into_iter()
+        .map(|table| {
+            let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+                add_deltas(layers, 64, step, x, y)?;
+                assert!(steal(step).is_none());
+                add_deltas(layers, 64, step, x, y)
+            };
+            table.capture(routing, TOKENS, workspace, record).unwrap()
+        })
+        .collect();
+    assert_eq!(setup.added(), [0.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graphs[0], &[Slot::new(0); TOKENS]), [8.0; TOKENS]);
+    // A step of the plain table is none of the pool's.
+    let batch = setup.routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut step = setup.weights.step(&batch, &mut setup.workspace).unwrap();
+    assert!(matches!(graphs[1].replay(&mut step), Err(LaunchError::OtherGraph { what: "table" })));
+}
+
+/// All that is called within a capture beside the operations of its step runs at once, and is in no graph: work of cudarc, calls of aril
+/// on the queue, steps of other batches, replays and other captures.
+#[test]
+#[ignore = "needs a GPU"]
+fn other_work_within_a_capture_runs_at_once() {
+    const LEN: usize = 1 << 20;
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let adapter = setup.adapter(2, 5.0);
+    let Setup { gpu, weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let (queue, stream, capacity) = (&gpu.queue, &gpu.stream, weights.capacity());
+    let image = adapter.plan(weights.model(), DType::F32).unwrap();
+    let (from, mut to) = (stream.clone_htod(&[3.0_f32; LEN]).unwrap(), stream.alloc_zeros::<f32>(LEN).unwrap());
+    let mut ys = [(); 2].map(|()| Buffer::<f32>::zeros(queue, y.len()).unwrap());
+    let mut other_routing = Routing::new(queue, capacity, 4).unwrap();
+    let mut other_workspace = Workspace::new(weights).unwrap();
+    let mut allocated = None;
+    let mut captured_within = None;
+    let read = |buffer: &Buffer<f32>| {
+        let mut values = vec![f32::NAN; buffer.len()];
+        buffer.read(&mut values).unwrap();
+        values
+    };
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        stream.memcpy_dtod(&from, &mut to)?;
+        assert!(stream.clone_dtoh(&to)?.iter().all(|&value| value == 3.0));
+        allocated = Some(stream.alloc_zeros::<f32>(LEN)?);
+        weights.load(Slot::new(1), &image).unwrap();
+        drop(WeightTable::new(queue, weights.model(), DType::F32, capacity, 1 << 16)?);
+        queue.copy(&from, &mut to)?;
+
+        let [eager, recorded] = &mut ys;
+        let mut graph = weights
+            .capture(&other_routing, TOKENS, &mut other_workspace, |step| add_deltas(layers, 64, step, x, recorded))?;
+        let batch = other_routing.update(&Batch::new(&[Slot::new(1); TOKENS]))?;
+        let mut other = weights.step(&batch, &mut other_workspace)?;
+        add_deltas(layers, 64, &mut other, x, eager)?;
+        graph.replay(&mut other)?;
+        assert!(read(eager).iter().chain(&read(recorded)).all(|&value| value == 5.0));
+        captured_within = Some(graph);
+        add_deltas(layers, 64, step, x, y)
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    drop((from, to));
+    let allocated = Buffer::from_slice(queue, allocated.unwrap()).unwrap();
+    assert!(read(&allocated).iter().all(|&value| value == 0.0));
+    assert!(read(y).iter().all(|&value| value == 0.0));
+    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[Slot::new(1); TOKENS]), [5.0; TOKENS]);
+    assert!(read(&ys[0]).iter().all(|&value| value == 5.0));
+    let batch = other_routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
+    captured_within.unwrap().replay(&mut setup.weights.step(&batch, &mut other_workspace).unwrap()).unwrap();
+    assert!(read(&ys[1]).iter().all(|&value| value == 10.0));
+    setup.gpu.context.check_err().unwrap();
+}
+
+/// A capture of work that is none of its step's has captured nothing.
+#[test]
+#[ignore = "needs a GPU"]
+fn foreign_work_alone_is_not_captured() {
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    let stream = Arc::clone(&setup.gpu.stream);
+    let (from, mut to) = (stream.clone_htod(&[1.0_f32; 64]).unwrap(), stream.alloc_zeros::<f32>(64).unwrap());
+    let error = refused(&mut setup, &mut |step| Ok(step.queue().stream().memcpy_dtod(&from, &mut to)?));
+    assert!(matches!(error, LaunchError::NothingCaptured), "{error}");
+    assert_eq!(stream.clone_dtoh(&to).unwrap(), [1.0; 64]);
+    let error = refused(&mut setup, &mut |step| {
+        step.queue().stream().alloc_zeros::<f32>(64)?;
+        Ok(())
+    });
+    assert!(matches!(error, LaunchError::NothingCaptured), "{error}");
+    setup.gpu.context.check_err().unwrap();
+}
+
+/// The engine's own kernels are captured on the stream of the raw step, which has the priority of the queue's.
+#[test]
+#[ignore = "needs a GPU"]
+fn the_stream_of_the_raw_step_captures() {
+    let mut gpu = Gpu::new();
+    let (_, highest) = result::stream::get_priority_range().unwrap();
+    let raw = result::stream::create_with_priority(result::stream::StreamKind::NonBlocking, highest).unwrap();
+    // SAFETY: created in this context and never destroyed.
+    gpu.stream = unsafe { gpu.context.wrap_borrowed_stream(raw) };
+    gpu.queue = Queue::new(&gpu.kernels, &gpu.stream).unwrap();
+    let mut setup = Setup::on(gpu, 1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let Setup { weights, layers, routing, workspace, x, y, .. } = &mut setup;
+    let bytes = y.len() * size_of::<f32>();
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        let stream = step.raw().stream().as_raw().cast();
+        let mut priority = 0;
+        // SAFETY: the capture is open, and the pointer is valid for the call.
+        unsafe { cuStreamGetPriority(stream, &raw mut priority) }.result()?;
+        assert_eq!(priority, highest);
+        // SAFETY: the graph keeps the buffer, because the next operation has it.
+        unsafe { result::memset_d8_async(y.device_ptr(), 0, bytes, stream) }?;
+        add_deltas(layers, 64, step, x, y)
+    };
+    let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
+    y.write(&vec![7.0; y.len()]).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut step = weights.step(&batch, workspace).unwrap();
+    for _ in 0..2 {
+        graph.replay(&mut step).unwrap();
+    }
+    assert_eq!(setup.added(), [4.0; TOKENS]);
+}
+
+/// The default stream cannot be captured, and need not be.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_queue_of_the_default_stream_captures() {
+    let mut gpu = Gpu::new();
+    gpu.stream = gpu.context.default_stream();
+    gpu.queue = Queue::new(&gpu.kernels, &gpu.stream).unwrap();
+    let mut setup = Setup::on(gpu, 2, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let mut graph = setup.capture();
+    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
+}
+
+/// Threads capture and replay on one queue and one table at once, while others read and make tables there without a pause. No capture
+/// waits for them, and none has anything of the others.
+#[test]
+#[ignore = "needs a GPU"]
+fn captures_wait_for_no_thread() {
+    const CAPTURES: usize = 50;
+    let setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let (queue, weights, layers, x) = (&setup.gpu.queue, &setup.weights, &setup.layers, &setup.x);
+    let is_done = AtomicBool::new(false);
+    thread::scope(|threads| {
+        for _ in 0..2 {
+            threads.spawn(|| {
+                let buffer = Buffer::<f32>::zeros(queue, 1 << 20).unwrap();
+                let mut values = vec![f32::NAN; buffer.len()];
+                while !is_done.load(Ordering::Relaxed) {
+                    buffer.read(&mut values).unwrap();
+                    drop(WeightTable::new(queue, weights.model(), DType::F32, weights.capacity(), 1 << 16).unwrap());
+                }
+            });
+        }
+        let capture = || {
+            let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+            let mut workspace = Workspace::new(weights).unwrap();
+            let mut y = Buffer::<f32>::zeros(queue, TOKENS * 64).unwrap();
+            for number in 1..=CAPTURES {
+                let record = |step: &mut Step<'_>| add_deltas(layers, 64, step, x, &mut y);
+                let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
+                routing.wait().unwrap();
+                let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+                graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
+                let mut values = vec![f32::NAN; y.len()];
+                y.read(&mut values).unwrap();
+                assert!(values.iter().all(|&value| value == 4.0 * number as f32), "capture {number}: {values:?}");
+            }
+        };
+        let capturing = [(); 3].map(|()| threads.spawn(capture));
+        let captured = capturing.map(|thread| thread.join());
+        is_done.store(true, Ordering::Relaxed);
+        captured.into_iter().for_each(|thread| thread.unwrap());
+    });
+    setup.gpu.context.check_err().unwrap();
+}
+
+/// An operand of cudarc belongs to the queue's own stream: cudarc has one event for all reads of a slice, so that whoever writes or frees
+/// it after reads on two streams waits for the last one alone.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_slice_is_an_operand_of_its_own_stream_alone() {
+    fn is_refused(result: Result<(), LaunchError>, name: &str) {
+        assert!(matches!(result, Err(LaunchError::WrongStream { operand }) if operand == name), "{name}: {result:?}");
+    }
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let other = Gpu::in_context(Arc::clone(&setup.gpu.context));
+    let Setup { gpu, weights, layers, routing, workspace, y, .. } = &mut setup;
+    let slice = |stream: &Arc<CudaStream>| stream.clone_htod(&[1.0_f32; TOKENS * 64]).unwrap();
+    let (x, mut elsewhere) = (slice(&gpu.stream), slice(&other.stream));
+    let ids: CudaSlice<i32> = other.stream.alloc_zeros(TOKENS).unwrap();
+    let mut there = Buffer::<f32>::zeros(&other.queue, TOKENS * 64).unwrap();
+
+    is_refused(other.queue.copy(&x, &mut there), "from");
+    is_refused(other.queue.copy(x.slice(1..), &mut there), "from");
+    is_refused(gpu.queue.copy(&x, &mut elsewhere), "to");
+    other.queue.copy(&elsewhere, &mut there).unwrap();
+    is_refused(routing.update_on_device(&ids, None).map(drop), "token_slots");
+    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut step = weights.step(&batch, workspace).unwrap();
+    is_refused(step.copy(&elsewhere, y.slice_mut(0..TOKENS * 64)), "from");
+    let mut add = |x: &CudaSlice<f32>| {
+        layers[0].add_delta(&mut step, Matrix::new(x, TOKENS, 64)?, MatrixMut::new(&mut *y, TOKENS, 64)?)
+    };
+    is_refused(add(&elsewhere), "x");
+    add(&x).unwrap();
+    is_refused(Buffer::from_slice(&other.queue, x).map(drop), "the slice");
+    assert_eq!(setup.added(), [4.0; TOKENS]);
+}
+
+/// Parts of a view have its elements, and end with it.
+#[test]
+#[ignore = "needs a GPU"]
+fn parts_of_views_are_within_them() {
+    let gpu = Gpu::new();
+    let (queue, values) = (&gpu.queue, [1.0_f32, 2.0, 3.0, 4.0, 5.0]);
+    let slice = gpu.stream.clone_htod(&values).unwrap();
+    let mut buffer = Buffer::<f32>::zeros(queue, 5).unwrap();
+    buffer.write(&values).unwrap();
+    let shared = Arc::new(buffer);
+    let mut to = Buffer::<f32>::zeros(queue, 2).unwrap();
+    for view in [View::from(&slice), View::from(&*shared), View::from(Arc::clone(&shared)), shared.slice(0..5)] {
+        queue.copy(view.slice(1..5).slice(1..3), &mut to).unwrap();
+        let mut got = [0.0; 2];
+        to.read(&mut got).unwrap();
+        assert_eq!(got, [3.0, 4.0]);
+        for range in [4..6, Range { start: 2, end: 1 }] {
+            assert!(catch_unwind(AssertUnwindSafe(|| drop(view.slice(1..5).slice(range)))).is_err());
+        }
+    }
 }
 
 /// A captured step refuses operands that do not fit, as an eager one does, and the capture may go on.
@@ -596,7 +862,6 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         ("Workspace::with_bytes", Workspace::with_bytes(queue, WorkspaceBytes::default()).map(drop)),
         ("WeightTable::new", WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).map(drop)),
         ("WeightTable::step", weights.step(&batch, &mut workspace).map(drop)),
-        ("WeightTable::capture", weights.capture(&routing, 1, &mut workspace, |_| Ok(())).map(drop)),
         ("Graph::replay", graph.replay(&mut of_graph)),
         ("Grouping::new", Grouping::new(queue, routes).map(drop)),
         ("Grouping::update", grouping.update(&mut step, top_k()).map(drop)),
@@ -622,6 +887,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
         let fill = || weights.reserve(&image).unwrap().fill(&image, &mut Staging::new(queue).unwrap()).unwrap();
         threads.spawn(fill).join().unwrap()
     });
+    // A capture of aril has its own stream.
+    let record = |step: &mut Step<'_>| linear.add_delta(step, x(), y(&mut target));
+    let beside = weights.capture(&routing, 1, &mut workspace, record).map(drop);
     let loads = [
         ("WeightTable::load", weights.load(Slot::new(1), &image).map(drop)),
         ("WeightTable::unload", weights.unload(Slot::new(0))),
@@ -629,6 +897,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     ];
     let captured = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
     captured.expect("the capture was disturbed");
+    beside.unwrap();
     for (name, result) in launches {
         assert!(matches!(result, Err(LaunchError::Capturing)), "{name}: {result:?}");
     }
@@ -703,7 +972,7 @@ fn the_thread_that_captures_reserves_and_fills() {
     setup.gpu.context.check_err().unwrap();
 }
 
-/// Memory dropped during a capture adds no deallocation to the graph, and is freed after the capture.
+/// Memory dropped during a capture adds no deallocation to the graph, and is freed: at once, or after the engine's own capture.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_dropped_during_a_capture_is_freed_behind_it() {
@@ -907,6 +1176,15 @@ fn routes_are_refused_where_others_may_have_been_grouped() {
     add(&mut step, &mut routes).unwrap();
     let mut step = weights.step(&batch, &mut other_workspace).unwrap();
     add(&mut step, &mut routes).unwrap();
+
+    // Routes of a capture are those of its step alone.
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        let mut routes = grouping.update(step, TopK::new(&ids, TOP_K)?)?;
+        let within = |other: &mut Step<'_>| add(other, &mut routes);
+        is_refused(weights.capture(&routing, ROWS, &mut other_workspace, within).map(drop));
+        add(step, &mut routes)
+    };
+    weights.capture(&routing, ROWS, &mut workspace, record).unwrap();
 }
 
 fn experts_adapter(rank: usize, rng: &mut StdRng) -> aril::adapter::Adapter {

@@ -22,7 +22,7 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// The first device, with a new stream: the default stream cannot be captured.
+    /// The first device, with a new stream.
     pub fn new() -> Self {
         assert!(aril::cuda::driver_is_present(), "these tests need a CUDA driver, and found none");
         Self::in_context(CudaContext::new(0).expect("these tests need a CUDA device"))

@@ -2,14 +2,15 @@
 
 use std::{
     error::Error,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use aril::{
     DType, Element, Slot,
     cuda::{
-        Buffer, FusedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, WeightTable, Workspace,
-        raw,
+        Buffer, FusedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, View, WeightTable,
+        Workspace, raw,
     },
     error::OperandError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -737,6 +738,77 @@ fn the_safe_api_refuses_by_name() {
     layer.forward(&mut step, w(0, 3), MatrixMut::new(y.view_mut(), 3, OUTS).unwrap()).unwrap();
     let y = y.read::<bf16>();
     assert!(y[..3 * OUTS].iter().all(|y| y.to_f32() == 65.0) && y[3 * OUTS..].iter().all(|&y| y == bf16::ONE));
+}
+
+/// A layer whose slices have parts of one W.
+fn in_parts<'a>(weights: &WeightTable, id: LinearId, w: &View<'a, bf16>) -> Result<FusedLinear<'a, bf16>, LaunchError> {
+    let rows = |first: usize, rows: usize| Matrix::new(w.slice(first * IN..(first + rows) * IN), rows, IN);
+    FusedLinear::new(weights, id, [rows(0, OUT[0])?, rows(OUT[0], OUT[1])?])
+}
+
+/// The kernel reads W before it waits for the one in front of it. So a layer that is created within a capture is not recorded there: W may
+/// be what the capture writes. A graph that was captured before may write W between launches, which it ends before.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_layer_reads_w_behind_what_writes_it() {
+    const TOKENS: usize = 5;
+    let gpu = Gpu::new();
+    let queue = &gpu.queue;
+    let (spec, [id, _]) = spec();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let weights = table(queue, &model, DType::BF16, TOKENS);
+    let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
+    let [mut workspace, mut of_layer] = [(); 2].map(|()| Workspace::new(&weights).unwrap());
+    let (x, bias, mut y) =
+        (buffer(queue, TOKENS * IN, 1.0), buffer(queue, OUTS, 3.0), buffer(queue, TOKENS * OUTS, 0.0));
+    let (mut w, mut next) = (buffer(queue, OUTS * IN, 0.5), buffer(queue, OUTS * IN, 0.0));
+    let forward = |layer: &FusedLinear<'_, bf16>, step: &mut Step<'_>, y: &mut Buffer<bf16>| {
+        layer.forward(step, Matrix::new(&x, TOKENS, IN)?, MatrixMut::new(y, TOKENS, OUTS)?)
+    };
+    let is_refused = |result: Result<(), LaunchError>| {
+        assert!(matches!(result, Err(LaunchError::CreatedInCapture { layer: "the fused linear" })), "{result:?}");
+    };
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        step.copy(&next, &mut w)?;
+        let view = View::from(&w);
+        is_refused(forward(&in_parts(&weights, id, &view)?, step, &mut y));
+        Ok(())
+    };
+    let mut writes = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
+    let view = View::from(&w);
+    let older = in_parts(&weights, id, &view).unwrap();
+    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
+        is_refused(forward(&in_parts(&weights, id, &view)?.with_bias(&bias)?, step, &mut y));
+        forward(&older, step, &mut y)
+    };
+    weights.capture(&routing, TOKENS, &mut of_layer, record).unwrap();
+
+    let batch = routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
+    for value in 1..choose(200, 20) {
+        next.write(&vec![bf16::from_f32(value as f32 / 64.0); OUTS * IN]).unwrap();
+        writes.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
+        forward(&older, &mut weights.step(&batch, &mut of_layer).unwrap(), &mut y).unwrap();
+        assert_eq!(contents(&y), vec![bf16::from_f32(value as f32 / 64.0 * IN as f32).to_f32(); TOKENS * OUTS]);
+    }
+}
+
+/// q, k and v may have parts of one shared W, without a lifetime.
+#[test]
+#[ignore = "needs a GPU"]
+fn slices_of_a_layer_share_one_w() {
+    let gpu = Gpu::new();
+    let (spec, [id, _]) = spec();
+    let weights = table(&gpu.queue, &spec.shard(TpRank::SINGLE).unwrap(), DType::BF16, 1);
+    let w = Arc::new(buffer(&gpu.queue, OUTS * IN, 0.5));
+    let layer: FusedLinear<'static, bf16> = in_parts(&weights, id, &View::from(w)).unwrap();
+    let (x, mut y) = (buffer(&gpu.queue, IN, 1.0), buffer(&gpu.queue, OUTS, 0.0));
+    let mut routing = Routing::new(&gpu.queue, weights.capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE])).unwrap();
+    let mut step = weights.step(&batch, &mut workspace).unwrap();
+    let (x, target) = (Matrix::new(&x, 1, IN).unwrap(), MatrixMut::new(&mut y, 1, OUTS).unwrap());
+    layer.forward(&mut step, x, target).unwrap();
+    assert_eq!(contents(&y), vec![0.5 * IN as f32; OUTS]);
 }
 
 /// Memory of the queue, filled with `value`.

@@ -149,13 +149,31 @@ const MISTAKES: &[Mistake] = &[
         },
     },
     Mistake {
-        number: 18,
-        what: "an adapter is loaded during a capture",
-        error: "the stream is being captured",
+        number: 5,
+        what: "two queues use one slice",
+        error: "`from` was created on a different stream",
         make: |world| {
-            let adapter = crate::model::misuse::adapter("m.q", 8, 1.0);
-            let image = adapter.plan(&world.model, DType::F32)?;
-            capturing(world, |weights, _| Ok(weights.load(Slot::new(1), &image).map(drop)?))
+            let [queue, other] = [0, 1].map(|stream| world.backend.queue(stream));
+            let slice = queue.stream().alloc_zeros::<f32>(4)?;
+            queue.copy(&slice, &mut Buffer::zeros(queue, 4)?)?;
+            Ok(other.copy(&slice, &mut Buffer::zeros(other, 4)?)?)
+        },
+    },
+    Mistake {
+        number: 18,
+        what: "an operation is called during a capture, and not on its step",
+        error: "the captured step enqueued no work",
+        make: |world| {
+            let (layer, mut routing) =
+                (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity()));
+            let mut workspace = world.backend.workspace(0, &world.weights);
+            let (x, mut y) = (world.backend.elements(0, &[1.0; FEATURES]), world.backend.elements(0, &[0.0; FEATURES]));
+            capturing(world, |weights, _| {
+                let batch = routing.update(&Batch::new(&[Slot::new(0)]))?;
+                let mut step = weights.step(&batch, &mut workspace)?;
+                let (x, y) = (Matrix::<f32>::new(&x, 1, FEATURES)?, MatrixMut::<f32>::new(&mut y, 1, FEATURES)?);
+                Ok(layer.add_delta(&mut step, x, y)?)
+            })
         },
     },
     Mistake {
@@ -166,8 +184,8 @@ const MISTAKES: &[Mistake] = &[
     },
     Mistake {
         number: 18,
-        what: "a queue copies during a capture",
-        error: "the stream is being captured",
+        what: "a queue copies during a capture, in the place of its step",
+        error: "the captured step enqueued no work",
         make: |world| {
             let (queue, x) = (world.backend.queue(0).clone(), world.backend.elements(0, &[1.0; 4]));
             let mut to = Buffer::zeros(&queue, 4)?;

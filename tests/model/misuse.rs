@@ -5,7 +5,7 @@
 //! | mistake | doctest |
 //! |---|---|
 //! | a step after the next update of its routing; a routing that is updated between a step and a replay | `cuda::doctests::Stale`, `UpdatedUnderReplay` |
-//! | a captured step that outlives its capture | `KeptStep` |
+//! | a captured step that outlives its capture, or is exchanged for that of another | `KeptStep`, `ExchangedSteps` |
 //! | routes of another batch | `StaleRoutes` |
 //! | an expand of another shrink's sums | `ExpandedAfterOthers`, `cpu::LoraLinear::shrink` |
 //! | the end of a step of the pool under it | `EndedUnderStep`, `cpu::AdapterPool::step` |

@@ -2,7 +2,7 @@
 //!
 //! All calls of the library are safe but one, which promises how the grouped GEMMs start (`group`). The launches of the example's own
 //! kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe, too. All work is enqueued on one
-//! stream, and only copies to the host wait for it.
+//! stream or, while a step is captured, on that of the capture, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by shape; steps of
 //! few tokens take the library's fused linear and the example's own router instead; steps of many tokens have the deltas of gate and up
@@ -30,7 +30,7 @@ use aril::{
     adapter::SlotImage,
     cuda::{
         self, AdapterPool, Buffer, FullyShardedLinear, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding,
-        LoraExperts, LoraLinear, Queue, Routing, WeightTable, Workspace,
+        LoraExperts, LoraLinear, Queue, Routing, WeightTable, Workspace, raw::Stream,
     },
     model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, ForwardPlan, Mode, RouteCapacity},
@@ -83,8 +83,10 @@ pub struct Cuda<T> {
     tp: TpRank,
     /// Of several ranks. Without it, nothing is exchanged with others.
     nccl: Option<Nccl>,
-    /// The stream of all of its work.
+    /// The stream of all of its work and of its graphs.
     pub queue: Queue,
+    /// The stream of launches: the queue's or, while a step is captured, the capture's.
+    stream: Cell<Stream>,
     functions: Functions,
     attention: Attention,
     gemm: Gemm,
@@ -205,8 +207,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let module = context.load_module(Ptx::from_binary(IMAGE.to_vec()));
         let module = module.memory_for("the example's kernels")?;
         let functions = Functions::load(T::DTYPE, &module).memory_for("the example's kernels")?;
-        // The default stream cannot be captured.
         let queue = Queue::new(&kernels, &context.new_stream()?)?;
+        let stream = Cell::new(Stream::from(&**queue.stream()));
         let attention = Attention::new(T::DTYPE, &module, &queue)?;
         let gemm = Gemm::new(T::DTYPE, &queue)?;
         let route_arrivals = Buffer::zeros(&queue, 1).memory_for("a counter")?;
@@ -214,6 +216,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             tp,
             nccl: None,
             queue,
+            stream,
             functions,
             attention,
             gemm,
@@ -223,6 +226,14 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             lets_next_start: Cell::new(false),
             element: PhantomData,
         })
+    }
+
+    /// Runs what enqueues a captured step: all of its launches are on the stream of the capture.
+    pub fn captured<R>(&self, step: &mut cuda::Step<'_>, record: impl FnOnce(&mut cuda::Step<'_>) -> R) -> R {
+        let before = self.stream.replace(step.raw().stream());
+        let result = record(step);
+        self.stream.set(before);
+        result
     }
 
     /// Starts a step of a batch.
@@ -309,7 +320,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
 
     fn kernel<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
         self.lets_next_start.set(false);
-        Launch { queue: &self.queue, function, arguments: Vec::new(), starts_early: false, lifetime: PhantomData }
+        let (context, stream) = (self.queue.stream().context(), self.stream.get());
+        Launch { context, stream, function, arguments: Vec::new(), starts_early: false, lifetime: PhantomData }
     }
 
     /// A kernel that starts before the kernel in front of it ends, and waits for that one's results itself.
@@ -435,7 +447,8 @@ fn context(ordinal: usize) -> Result<Arc<CudaContext>> {
 
 /// A launch of one of the example's kernels.
 struct Launch<'a> {
-    queue: &'a Queue,
+    context: &'a CudaContext,
+    stream: Stream,
     function: &'a CudaFunction,
     arguments: Vec<*mut c_void>,
     /// Before its predecessors have ended. The kernel waits for them.
@@ -460,8 +473,7 @@ fn launch_blocks(mut kernel: Launch<'_>, grid: (usize, usize), threads: u32, sha
     if grid.0 * grid.1 == 0 {
         return Ok(());
     }
-    let stream = kernel.queue.stream();
-    stream.context().bind_to_thread().map_err(LaunchError::from)?;
+    kernel.context.bind_to_thread().map_err(LaunchError::from)?;
     let mut attribute = CUlaunchAttribute {
         id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
         pad: [0; 4],
@@ -475,7 +487,7 @@ fn launch_blocks(mut kernel: Launch<'_>, grid: (usize, usize), threads: u32, sha
         blockDimY: 1,
         blockDimZ: 1,
         sharedMemBytes: u32::try_from(shared_bytes)?,
-        hStream: stream.cu_stream(),
+        hStream: kernel.stream.as_raw().cast(),
         attrs: &raw mut attribute,
         numAttrs: kernel.starts_early.into(),
     };
@@ -713,7 +725,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
                 }
                 let mut y = self.alloc(x.rows, base.rows)?;
                 layer.write_delta(step, x.operand()?, y.operand_mut()?)?;
-                self.gemm.run(x, base, &mut y, 1.0)?;
+                self.gemm.run(self.stream.get(), x, base, &mut y, 1.0)?;
                 self.lets_next_start.set(false);
                 return Ok(y);
             }
@@ -728,11 +740,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         let v = match exchange.collective() {
             Collective::AllGather => {
                 let mut all = self.alloc(rows, cols)?;
-                nccl.gather(&v, &mut all)?;
+                nccl.gather(self.stream.get(), &v, &mut all)?;
                 all
             }
             Collective::AllReduce => {
-                nccl.all_reduce(&mut v)?;
+                nccl.all_reduce(self.stream.get(), &mut v)?;
                 v
             }
         };
@@ -854,7 +866,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
         let mut y = self.alloc(x.rows, weight.rows)?;
-        self.gemm.run(x, weight, &mut y, 0.0)?;
+        self.gemm.run(self.stream.get(), x, weight, &mut y, 0.0)?;
         self.lets_next_start.set(false);
         Ok(y)
     }
@@ -941,14 +953,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn all_reduce(&self, y: &mut Matrix<T>) -> Result<()> {
         let Some(nccl) = &self.nccl else { return Ok(()) };
         self.lets_next_start.set(false);
-        nccl.all_reduce(y)
+        nccl.all_reduce(self.stream.get(), y)
     }
 
     fn all_gather(&self, x: Matrix<T>, cols: usize) -> Result<Matrix<T>> {
         let Some(nccl) = &self.nccl else { return Ok(x) };
         let mut parts = self.alloc(self.tp.size() * x.rows, x.cols)?;
         let mut out = self.alloc(x.rows, cols)?;
-        nccl.all_gather(&x, &mut parts, &mut out)?;
+        nccl.all_gather(self.stream.get(), &x, &mut parts, &mut out)?;
         Ok(out)
     }
 

@@ -33,7 +33,7 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
             let Buffers { routing, workspace } = buffers;
             let mut result = None;
             let record = |step: &mut Step<'_>| {
-                result = Some(record(step)?);
+                result = Some(self.captured(step, &mut record)?);
                 Ok::<_, crate::error::Error>(())
             };
             let graph = match has_adapters {

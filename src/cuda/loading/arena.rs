@@ -109,7 +109,7 @@ impl Drop for Arena {
     /// Makes the queue's stream, which orders the deallocation, wait for copies on other streams.
     fn drop(&mut self) {
         for event in &self.free.get_mut().unwrap_or_else(PoisonError::into_inner).pending {
-            if self.queue.enter().and_then(|_entered| Ok(self.queue.stream().wait(event)?)).is_err() {
+            if self.queue.prepare().and_then(|()| Ok(self.queue.stream().wait(event)?)).is_err() {
                 // The stream is being captured, or the context is gone and with it the copy.
                 let _relaxed = Relaxed::new();
                 let _ = event.synchronize();

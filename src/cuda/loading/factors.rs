@@ -66,7 +66,7 @@ impl WeightTable {
             checked.map_err(|error| self.of_module(module.layer, module.slice, error))?;
         }
         // The stream is not being captured.
-        drop(queue.enter()?);
+        queue.prepare()?;
         let used: Vec<_> = views.iter_mut().map(|[a, b]| [a.on(queue), b.on(queue)]).collect();
         let raw: Vec<_> = factors
             .iter()
@@ -100,10 +100,8 @@ impl WeightTable {
         let packing = Packing::new(self, factors)?;
         let queue = self.queue();
         let ready = queue.new_event()?;
-        {
-            let _entered = queue.enter()?;
-            ready.record(queue.stream()).map_err(LaunchError::from)?;
-        }
+        queue.prepare()?;
+        ready.record(queue.stream()).map_err(LaunchError::from)?;
         let reservation = self.reserve_bytes(packing.bytes())?;
         let filled = self.fill_by(|staging| {
             staging.wait_for(&ready)?;

@@ -344,7 +344,7 @@ impl Backend for Tiers {
 
     /// False during a capture: the row could not be cleared.
     fn may_evict(&mut self) -> bool {
-        self.lanes.iter().all(|lane| lane.weights.queue().enter().is_ok())
+        self.lanes.iter().all(|lane| lane.weights.queue().prepare().is_ok())
     }
 
     fn evict(&mut self, slot: usize) {
@@ -416,7 +416,7 @@ impl WeightTable {
     pub(super) fn point(&self, slot: Slot, content: &Content) -> Result<(), LaunchError> {
         let Shared { queue, slots, .. } = &*self.shared;
         let Some(index) = slot.index() else { return Ok(()) };
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         let mut blocks = slots.lock();
         slots.changing(&mut blocks, index, || {
             queue.stream().wait(&content.copied)?;
@@ -432,7 +432,7 @@ impl WeightTable {
     /// Makes the rows of slots empty, in stream order. The event is recorded after it.
     pub(super) fn clear(&self, slots: &[usize]) -> Result<CudaEvent, LaunchError> {
         let queue = &self.shared.queue;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         let cleared = queue.new_event()?;
         for &slot in slots {
             let row = self.shared.row(slot);
@@ -470,7 +470,7 @@ impl Drop for Shared {
             return;
         }
         let done = self.queue.new_event().and_then(|done| {
-            let _entered = self.queue.enter()?;
+            self.queue.prepare()?;
             done.record(self.queue.stream())?;
             Ok(Arc::new(done))
         });

@@ -149,7 +149,7 @@ impl WeightTable {
         progress: impl FnMut(usize),
     ) -> Result<Resident, LoadError> {
         self.check_slot(slot)?;
-        drop(self.shared.queue.enter()?);
+        self.shared.queue.prepare()?;
         let filled = self.fill_with_progress(self.reserve(image)?, image, progress)?;
         self.commit(slot, filled)
     }
@@ -212,7 +212,7 @@ impl WeightTable {
         }
         let Shared { queue, slots, arena, .. } = &*self.shared;
         let index = slots.index(slot)?;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
         self.check_owner()?;
@@ -239,7 +239,7 @@ impl WeightTable {
         let Shared { queue, slots, arena, .. } = &*self.shared;
         self.check_owner()?;
         let index = slots.index(slot)?;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         let mut blocks = slots.lock();
         self.check_owner()?;
         let done = self.change_row(&mut blocks, index, |row| {

@@ -43,10 +43,10 @@ impl<T: DeviceRepr> Buffer<T> {
     /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
     ///
     /// # Errors
-    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on another stream,
-    /// [`LaunchError::PerThreadStream`] if on the calling thread's default stream, or [`LaunchError::Capturing`].
+    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on another stream, or
+    /// [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
     }
 
@@ -73,7 +73,7 @@ impl<T: DeviceRepr> Buffer<T> {
     pub fn write(&mut self, elements: &[T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // SAFETY: the buffer is large enough, the stream orders its uses, and the source outlives the copy.
         unsafe { result::memcpy_htod_async(self.device_ptr(), elements, queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
@@ -88,7 +88,7 @@ impl<T: DeviceRepr> Buffer<T> {
     pub fn read(&self, elements: &mut [T]) -> Result<(), LaunchError> {
         check_len(elements.len(), self.len())?;
         let queue = self.memory.queue();
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // SAFETY: the buffer is large enough, and the target outlives the copy.
         unsafe { result::memcpy_dtoh_async(elements, self.device_ptr(), queue.stream().cu_stream()) }?;
         let _relaxed = Relaxed::new();
@@ -102,7 +102,7 @@ impl<T: DeviceRepr> Buffer<T> {
     /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
     pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
         let queue = self.check_copy(from, len)?;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current context.
         unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
@@ -114,7 +114,7 @@ impl<T: DeviceRepr> Buffer<T> {
     /// As for [`enqueue_write`](Self::enqueue_write).
     pub fn enqueue_read(&self, to: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
         let queue = self.check_copy(to, len)?;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // SAFETY: as for `enqueue_write`.
         unsafe { to.memory.copy_from(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
@@ -189,8 +189,8 @@ impl Queue {
     /// Enqueues a copy of `from` to the start of `to`. Never waits.
     ///
     /// # Errors
-    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or (for buffers) another stream, or
-    /// the stream is being captured.
+    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or stream, or the engine captures the
+    /// stream.
     pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
         &self,
         from: impl Into<View<'a, T>>,
@@ -200,12 +200,12 @@ impl Queue {
         check_len(from.len(), to.len())?;
         from.check_queue("from", self)?;
         to.check_queue("to", self)?;
-        let _entered = self.enter()?;
+        self.prepare()?;
         let bytes = from.len() * size_of::<T>();
         let (source, _source_guard) = from.on(self);
         let (target, _target_guard) = to.on(self);
-        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Buffers are used and
-        // freed in stream order; guards order the other operands.
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both belong to this stream,
+        // in whose order they are used and freed.
         Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
     }
 }
@@ -232,7 +232,7 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
     #[expect(clippy::disallowed_methods, reason = "allocates at creation only")]
     pub(in crate::cuda) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         OperandError::within("the size of device memory in bytes", bytes, MAX_BYTES)?;
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         stream::free_postponed(queue.stream().context());
         let len = bytes.div_ceil(size_of::<T>().max(1));
         let _relaxed = Relaxed::new();
@@ -244,10 +244,11 @@ impl<T: DeviceRepr + ValidAsZeroBits> Region<T> {
 impl<T> Region<T> {
     /// Takes memory allocated on the queue's stream, which orders its deallocation.
     pub(in crate::cuda) fn from_slice(queue: &Queue, elements: CudaSlice<T>) -> Result<Self, LaunchError> {
-        queue.check("the slice", &Queue::new(queue.kernels(), elements.stream())?)?;
+        queue.check_stream("the slice", elements.stream())?;
         let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
         let _relaxed = Relaxed::new();
-        // SAFETY: the slice gives up its memory, whose stream waits for all other uses. Any byte is a valid `u8`.
+        // SAFETY: the slice gives up its memory. Its stream, which is the queue's, orders aril's uses of it behind its own, and behind what
+        // cudarc's events have of other streams. Any byte is a valid `u8`.
         let bytes = unsafe { stream.upgrade_device_ptr(elements.leak(), bytes) };
         Ok(Self::of(queue, bytes, len))
     }

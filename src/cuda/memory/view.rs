@@ -17,11 +17,11 @@ use crate::{
     model::MAX_SLICES,
 };
 
-/// An input in device memory: a cudarc slice or view, or a [`Buffer`].
+/// An input in device memory: a cudarc slice or view that was allocated on the queue's stream, or a [`Buffer`].
 #[derive(Debug)]
 pub struct View<'a, T>(Source<'a, T, CudaView<'a, T>>);
 
-/// An input and output in device memory: a cudarc slice or view, or a [`Buffer`].
+/// An input and output in device memory: a cudarc slice or view that was allocated on the queue's stream, or a [`Buffer`].
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
 
@@ -43,7 +43,15 @@ struct Part<T> {
 
 impl<T> Part<T> {
     fn share(&self) -> Self {
-        Self { memory: Arc::clone(&self.memory), first: self.first, len: self.len, _shared: self._shared.clone() }
+        self.slice(0..self.len)
+    }
+
+    /// # Panics
+    /// If the range is out of bounds.
+    fn slice(&self, Range { start, end }: Range<usize>) -> Self {
+        assert!(start <= end && end <= self.len, "the range must be in the view");
+        let (memory, shared) = (Arc::clone(&self.memory), self._shared.clone());
+        Self { memory, first: self.first + start, len: end - start, _shared: shared }
     }
 
     fn ptr(&self) -> u64 {
@@ -112,21 +120,25 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
     }
 }
 
-/// A shared buffer, which nobody can write to. What has the view needs no borrow of it.
+/// A shared buffer, which nobody can write to. What has the view, or a [part](View::slice) of it, needs no borrow of the buffer.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
 /// # use aril::{cuda::*, model::LinearId};
 /// use half::bf16;
 ///
-/// struct Output {
+/// struct Qkv {
 ///     w: Arc<Buffer<bf16>>,
 ///     layer: FusedLinear<'static, bf16>,
 /// }
 ///
-/// fn output(weights: &WeightTable, id: LinearId, w: Arc<Buffer<bf16>>) -> Result<Output, LaunchError> {
-///     let layer = FusedLinear::new(weights, id, [Matrix::new(Arc::clone(&w), 4096, 4096)?])?;
-///     Ok(Output { w, layer })
+/// /// q, k and v are slice after slice in one W.
+/// fn qkv(weights: &WeightTable, id: LinearId, w: Arc<Buffer<bf16>>) -> Result<Qkv, LaunchError> {
+///     const HIDDEN: usize = 4096;
+///     let all = View::from(Arc::clone(&w));
+///     let rows = |first: usize, rows: usize| Matrix::new(all.slice(first * HIDDEN..(first + rows) * HIDDEN), rows, HIDDEN);
+///     let layer = FusedLinear::new(weights, id, [rows(0, 4096)?, rows(4096, 1024)?, rows(5120, 1024)?])?;
+///     Ok(Qkv { w, layer })
 /// }
 /// ```
 impl<T> From<Arc<Buffer<T>>> for View<'static, T> {
@@ -151,6 +163,20 @@ impl<'a, T> From<&'a mut CudaSlice<T>> for ViewMut<'a, T> {
 impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
     fn from(buffer: &'a mut Buffer<T>) -> Self {
         buffer.slice_mut(0..buffer.memory.len())
+    }
+}
+
+impl<'a, T> View<'a, T> {
+    /// A range of the elements.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> View<'a, T> {
+        View(match &self.0 {
+            Source::Borrowed(view) => Source::Borrowed(view.slice(range)),
+            Source::Kept(part, _) => Source::Kept(part.slice(range), PhantomData),
+        })
     }
 }
 
@@ -184,13 +210,14 @@ impl<T> ViewMut<'_, T> {
 
 /// Device memory that operations use.
 pub(in crate::cuda) trait Memory {
-    /// Rejects memory of another context or, of a buffer, of another stream. In a captured step, also rejects borrowed memory.
+    /// Rejects memory of another context or stream. In a captured step, also rejects borrowed memory.
     fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError>;
 
     /// The memory that a captured step must keep alive.
     fn kept(&self) -> Option<Kept>;
 
-    /// Makes the queue's stream wait for other uses of the memory. Drop the guard after the launch is enqueued.
+    /// The address, for use on the queue's stream. Of cudarc's memory, that stream waits for what cudarc's events have of other streams,
+    /// and later uses by cudarc wait for this one if the guard is dropped after the launch is enqueued.
     fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>);
 }
 
@@ -205,12 +232,13 @@ macro_rules! view {
                 }
             }
 
-            /// Rejects memory of another context or, for buffers, of another stream.
+            /// Rejects memory of another context or stream.
             pub(in crate::cuda) fn check_queue(&self, operand: &'static str, queue: &Queue) -> Result<(), LaunchError> {
-                match &self.0 {
-                    Source::Borrowed(view) => queue.kernels().check_context(operand, view.stream().context()),
-                    Source::Kept(part, _) => queue.check(operand, part.memory.queue()),
-                }
+                let stream = match &self.0 {
+                    Source::Borrowed(view) => view.stream(),
+                    Source::Kept(part, _) => part.memory.queue().stream(),
+                };
+                queue.check_stream(operand, stream)
             }
         }
     };

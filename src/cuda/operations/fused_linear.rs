@@ -8,7 +8,7 @@ use crate::{
         LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable,
         memory::Memory,
         raw,
-        steps::{Checked, join},
+        steps::{Checked, Moment, join},
     },
     model::{LinearId, MAX_SLICES},
     plan::ForwardPlan,
@@ -19,8 +19,8 @@ use crate::{
 /// up to 32 on newer ones.
 ///
 /// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8 elements. In a
-/// captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive. Each launch on cudarc slices costs the
-/// events that order them.
+/// captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive, and the layer must be older than the capture.
+/// Each launch on cudarc slices costs the events that order them. A shared buffer is not borrowed: see [`View`].
 ///
 /// A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of more than
 /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum in another
@@ -50,6 +50,8 @@ pub struct FusedLinear<'a, T> {
     queue: Queue,
     slices: Vec<Matrix<'a, T>>,
     bias: Option<View<'a, T>>,
+    /// Behind the work that has written W and the bias.
+    created: Moment,
 }
 
 impl<'a, T: Element> FusedLinear<'a, T> {
@@ -66,14 +68,14 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         slices: impl IntoIterator<Item = Matrix<'a, T>>,
     ) -> Result<Self, LaunchError> {
         let queue = weights.queue();
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         let slices: Vec<_> = slices.into_iter().collect();
         slices.iter().try_for_each(|w| w.view().check_queue("W", queue))?;
         let addressed: Vec<_> = slices.iter().map(|w| w.at(w.view().on(queue).0)).collect();
         let (kernels, model) = (queue.kernels(), weights.model());
         let raw = raw::FusedLinear::new(kernels, model, id, weights.dtype(), weights.capacity(), &addressed)?;
         wait_for(queue)?;
-        Ok(Self { raw, queue: queue.clone(), slices, bias: None })
+        Ok(Self { raw, queue: queue.clone(), slices, bias: None, created: Moment::now() })
     }
 
     /// Adds `bias` `[out_features]` to every row. Waits for work enqueued before, which may write the bias.
@@ -81,14 +83,13 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// # Errors
     /// [`LaunchError`] if it has another length or queue, or the stream is being captured.
     pub fn with_bias(self, bias: impl Into<View<'a, T>>) -> Result<Self, LaunchError> {
-        let bias = bias.into();
+        let (bias, queue) = (bias.into(), &self.queue);
         self.raw.check_bias(bias.len())?;
-        bias.check_queue("bias", &self.queue)?;
-        let queue = self.queue.clone();
-        let _entered = queue.enter()?;
-        let address = (&bias).on(&queue).0;
-        wait_for(&queue)?;
-        Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), ..self })
+        bias.check_queue("bias", queue)?;
+        queue.prepare()?;
+        let address = (&bias).on(queue).0;
+        wait_for(queue)?;
+        Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), created: Moment::now(), ..self })
     }
 
     /// The launch configuration. It also gives the largest batch and the size of the workspace.
@@ -103,7 +104,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than
-    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Nothing was enqueued.
+    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. [`LaunchError::CreatedInCapture`]. Nothing was enqueued.
     pub fn forward<'y>(
         &self,
         step: &mut Step<'_>,
@@ -139,6 +140,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         mut x: Matrix<'_, T>,
         mut y: Slices<MatrixMut<'_, T>>,
     ) -> Result<(), LaunchError> {
+        step.check_created("the fused linear", self.created)?;
         let shapes = y.shapes();
         let mut args = self.raw.args(&step.raw(), x.shape(), &shapes)?;
         args.accumulates = accumulates.into();
@@ -154,8 +156,9 @@ impl<'a, T: Element> FusedLinear<'a, T> {
             raw::FusedLinear::check_x(x)?;
             args.x = x as *const c_void;
             args.y = self.raw.places_at(std::array::from_fn(|slice| rest[slice]), &shapes);
-            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. W and the bias were written before the
-            // layer was created, and their borrow keeps anybody from writing them.
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The kernel may read W and the bias before the
+            // one in front of it ends, which does not write them: what wrote them has run (`wait_for`), and nobody can write them while
+            // they are borrowed, but a graph that was captured before. The launch of a graph ends before the next kernel starts.
             unsafe { self.raw.launch(&args, stream) }
         })
     }

@@ -43,6 +43,8 @@ pub struct GroupedRoutes<'g, 's> {
     pub(in crate::cuda) raw: raw::GroupedRoutes,
     pub(in crate::cuda) top_k: TopK<'g>,
     groups: &'g Groups,
+    /// Of the step, which no other capture has.
+    stream: raw::Stream,
     /// The value of `Groups::replays` at the update.
     replays: u64,
     step: PhantomData<&'s ()>,
@@ -85,7 +87,8 @@ impl Grouping {
             unsafe { self.raw.group(batch, raw::TopK { ids, weights, rows, ..of_step }, stream) }
         })?;
         let groups = &*self.memory;
-        Ok(GroupedRoutes { raw, top_k, groups, replays: groups.replays(), step: PhantomData })
+        let stream = step.raw().stream();
+        Ok(GroupedRoutes { raw, top_k, groups, stream, replays: groups.replays(), step: PhantomData })
     }
 }
 
@@ -138,10 +141,11 @@ impl GroupedRoutes<'_, '_> {
         unsafe { self.raw.combine_beside_activation() }
     }
 
-    /// Rejects a step of another batch, and routes that a replay has overwritten.
+    /// Rejects a step of another batch or capture, and routes that a replay has overwritten.
     pub(in crate::cuda) fn check(&self, step: &Step<'_>) -> Result<(), LaunchError> {
         step.queue().check("the routes", self.groups.region.queue())?;
-        if self.raw.is_of(step.batch()) && self.replays == self.groups.replays() {
+        let is_of_step = self.raw.is_of(step.batch()) && self.stream == step.raw().stream();
+        if is_of_step && self.replays == self.groups.replays() {
             return Ok(());
         }
         Err(LaunchError::OtherBatch { operand: "the routes" })

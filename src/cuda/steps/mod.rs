@@ -3,7 +3,7 @@
 mod routing;
 mod step;
 
-pub(in crate::cuda) use self::step::{Checked, Operand, join};
+pub(in crate::cuda) use self::step::{Checked, Moment, Operand, join};
 pub use self::{
     routing::{RoutedBatch, Routing},
     step::{Graph, Step, Workspace},

@@ -57,7 +57,7 @@ impl Routing {
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         batch.check(self.capacity)?;
         let queue = self.memory.queue();
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         // SAFETY: the memory belongs to this stream.
         unsafe { self.raw.update(batch, queue.raw()) }?;
         self.slots.clear();
@@ -111,10 +111,10 @@ impl Routing {
                 return Err(OperandError::Length { operand, got, want: num_tokens }.into());
             }
         }
-        let _entered = queue.enter()?;
+        queue.prepare()?;
         let (slots, _slots_guard) = token_slots.on(&queue);
         let (scales, _scales_guard) = token_scales.as_mut().map(|scales| scales.on(&queue)).unzip();
-        // SAFETY: both have `num_tokens` elements, and guards order their uses. The memory belongs to this stream.
+        // SAFETY: both have `num_tokens` elements. All of the memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         self.slots.clear();
         self.has_adapters = true;

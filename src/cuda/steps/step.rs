@@ -1,16 +1,20 @@
 //! A step of a batch, and its graph.
 
-#![expect(unsafe_code, reason = "copies between operands, queries the driver about a graph, and is Send")]
+#![expect(unsafe_code, reason = "copies between operands, captures and launches a graph, and is Send")]
 
 use std::{
     fmt,
     marker::PhantomData,
-    sync::{Arc, Mutex, PoisonError},
+    ptr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use cudarc::driver::{
-    CudaGraph, DeviceRepr, result,
-    sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
+    CudaContext, DeviceRepr, result,
+    sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode, cuGraphGetNodes},
 };
 
 use super::{RoutedBatch, Routing};
@@ -19,10 +23,10 @@ use crate::{
         LaunchError, Queue, View, ViewMut, WeightTable,
         memory::{Kept, Memory, Region},
         operations::Groups,
-        raw, stream,
+        raw,
+        stream::{OwnStream, Relaxed},
     },
     error::OperandError,
-    gate::Entered,
     plan::WorkspaceBytes,
 };
 
@@ -33,6 +37,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Step<'a> {
     queue: Queue,
+    /// On the stream of the queue or, of a captured step, of its capture.
     raw: raw::Step,
     has_adapters: bool,
     /// Of a captured step. It belongs to the capture, so that moving the step cannot lose it.
@@ -41,38 +46,47 @@ pub struct Step<'a> {
 }
 
 /// What a graph has of its captured step.
-#[derive(Debug, Default)]
-pub(in crate::cuda) struct Recorder(Mutex<Recording>);
+#[derive(Debug)]
+struct Recorder {
+    recording: Mutex<Recording>,
+    began: Moment,
+}
 
-#[derive(Debug, Default)]
-pub(in crate::cuda) struct Recording {
+#[derive(Debug)]
+struct Recording {
     /// The memory of operands.
-    pub(in crate::cuda) kept: Vec<Kept>,
+    kept: Vec<Kept>,
     /// Where replays group routes.
-    pub(in crate::cuda) groups: Vec<Arc<Groups>>,
+    groups: Vec<Arc<Groups>>,
 }
 
 impl Recorder {
-    pub(in crate::cuda) fn new(kept: Vec<Kept>) -> Self {
-        Self(Mutex::new(Recording { kept, groups: Vec::new() }))
+    fn new(kept: Vec<Kept>) -> Self {
+        Self { recording: Mutex::new(Recording { kept, groups: Vec::new() }), began: Moment::now() }
     }
 
-    pub(in crate::cuda) fn into_recording(self) -> Recording {
-        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    fn into_recording(self) -> Recording {
+        self.recording.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn add(&self, add: impl FnOnce(&mut Recording)) {
-        add(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        add(&mut self.recording.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// Orders the beginnings of captures, and the creations of layers.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(in crate::cuda) struct Moment(u64);
+
+impl Moment {
+    pub(in crate::cuda) fn now() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
 
 impl<'a> Step<'a> {
-    pub(in crate::cuda) fn new(
-        queue: &Queue,
-        raw: raw::Step,
-        has_adapters: bool,
-        recorder: Option<&'a Recorder>,
-    ) -> Self {
+    fn new(queue: &Queue, raw: raw::Step, has_adapters: bool, recorder: Option<&'a Recorder>) -> Self {
         Self { queue: queue.clone(), raw, has_adapters, recorder, operands: PhantomData }
     }
 
@@ -87,7 +101,8 @@ impl<'a> Step<'a> {
         self.has_adapters
     }
 
-    /// The queue of the operations.
+    /// The queue of the operations. A captured step is not on its stream: what is enqueued there while it is recorded runs at once, and is
+    /// in no graph.
     pub fn queue(&self) -> &Queue {
         &self.queue
     }
@@ -96,7 +111,7 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another context or (for
-    /// buffers) another stream, or is borrowed and the step is captured. Nothing was enqueued.
+    /// another stream, or is borrowed and the step is captured. Nothing was enqueued.
     pub fn copy<'f, 't, T: DeviceRepr + Send + Sync + 'static>(
         &mut self,
         from: impl Into<View<'f, T>>,
@@ -116,8 +131,10 @@ impl<'a> Step<'a> {
         })
     }
 
-    /// The step in the raw API, for further operations there. A captured step does not keep their operands alive. Those of another step
-    /// are enqueued before the next update of the routing, and not captured: its launches are sized for the slots of its batch.
+    /// The step in the raw API, for further operations there, and for the engine's own kernels, which are captured on its
+    /// [`stream`](raw::Step::stream). A captured step does not keep their operands alive, and that stream ends with the capture. Operations
+    /// of another step are enqueued before the next update of the routing, and not captured: its launches are sized for the slots of its
+    /// batch.
     pub fn raw(&self) -> raw::Step {
         self.raw
     }
@@ -127,20 +144,29 @@ impl<'a> Step<'a> {
         self.recorder.is_some()
     }
 
-    /// Rejects operands of another context, buffers of another stream, and in a captured step borrowed memory. Then [enters](Self::enter).
+    /// Rejects operands of another context or stream, and in a captured step borrowed memory. Then [prepares](Self::prepare).
     pub(in crate::cuda) fn check<'o, const N: usize>(
         &self,
         operands: [Option<Operand<'o>>; N],
     ) -> Result<Checked<'_, 'o, N>, LaunchError> {
         operands.iter().flatten().try_for_each(|(name, memory)| memory.check(name, self))?;
-        Ok(Checked { _entered: self.enter()?, step: self, operands })
+        self.prepare()?;
+        Ok(Checked { step: self, operands })
     }
 
-    /// Makes the context current on this thread. Rejects a stream that is captured by anything but this step.
-    ///
-    /// Keep what it returns until the operation is enqueued, as for a [`Queue`].
-    pub(in crate::cuda) fn enter(&self) -> Result<Option<Entered<'_>>, LaunchError> {
-        if self.is_captured() { self.queue.bind().map(|()| None) } else { self.queue.enter().map(Some) }
+    /// Makes the context current on this thread. Rejects a queue whose stream the engine is capturing; that of a captured step is the
+    /// capture's own.
+    fn prepare(&self) -> Result<(), LaunchError> {
+        if self.is_captured() { self.queue.bind() } else { self.queue.prepare() }
+    }
+
+    /// Rejects a layer that reads memory before it waits for the kernel in front, unless all that the step records was recorded after
+    /// the layer was created.
+    pub(in crate::cuda) fn check_created(&self, layer: &'static str, created: Moment) -> Result<(), LaunchError> {
+        match self.recorder {
+            Some(recorder) if created > recorder.began => Err(LaunchError::CreatedInCapture { layer }),
+            _ => Ok(()),
+        }
     }
 
     /// Keeps the memory of operands alive for the graph.
@@ -184,7 +210,6 @@ pub(in crate::cuda) fn join<'o, const N: usize>(
 pub(in crate::cuda) struct Checked<'s, 'o, const N: usize> {
     operands: [Option<Operand<'o>>; N],
     step: &'s Step<'s>,
-    _entered: Option<Entered<'s>>,
 }
 
 impl<const N: usize> Checked<'_, '_, N> {
@@ -192,9 +217,9 @@ impl<const N: usize> Checked<'_, '_, N> {
     /// stream.
     ///
     /// The stream's context is current on this thread. Until the work has run, and for a captured step as long as its graph lives, the
-    /// operands are memory of that context, of as many elements as their views have, and the stream orders their uses: those of buffers
-    /// because they belong to the queue, those of other memory by cudarc's events. The step's table, routing and workspace belong to the
-    /// queue, too.
+    /// operands are memory of that context, of as many elements as their views have. They belong to the queue, whose stream orders their
+    /// uses and their deallocation; behind what other streams have done with memory of cudarc, it waits by cudarc's events. The step's
+    /// table, routing and workspace belong to the queue, too. A captured step's graph is launched on the queue's stream.
     pub(in crate::cuda) fn enqueue<R>(
         mut self,
         launch: impl FnOnce([u64; N], raw::Stream) -> Result<R, LaunchError>,
@@ -202,7 +227,7 @@ impl<const N: usize> Checked<'_, '_, N> {
         let queue = &self.step.queue;
         self.step.keep(self.operands.iter().map(|operand| operand.as_ref().and_then(|(_, memory)| memory.kept())));
         let placed = self.operands.each_mut().map(|operand| operand.as_mut().map(|(_, memory)| memory.on(queue)));
-        launch(placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address)), queue.raw())
+        launch(placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address)), self.step.raw.stream)
     }
 }
 
@@ -221,7 +246,7 @@ impl WeightTable {
         queue.check("the batch", batch.queue())?;
         queue.check("the workspace", workspace.queue())?;
         self.check_slots(batch.num_slots())?;
-        drop(queue.enter()?);
+        queue.prepare()?;
         Ok(Step::new(
             queue,
             raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()),
@@ -230,15 +255,19 @@ impl WeightTable {
         ))
     }
 
-    /// Captures a step of up to `num_tokens` tokens as a graph of the operations that `record` enqueues. The graph keeps the table,
-    /// the routing, the workspace and all operands alive. Operands must be [`Buffer`](crate::cuda::Buffer)s. Other work that `record`
-    /// enqueues is captured, too, but its memory is not kept.
+    /// Captures a step of up to `num_tokens` tokens as a graph of the operations of that step which `record` calls. The graph keeps the
+    /// table, the routing, the workspace and all operands alive. Operands must be [`Buffer`](crate::cuda::Buffer)s.
     ///
-    /// A [replay](Graph::replay) is an operation of a step of this table, routing and workspace, and uses its adapters and its batch.
+    /// The capture is on a stream of its own, with the priority of the queue's stream. Everything else that `record` calls runs at once,
+    /// as outside of it: calls of aril on the queue, steps of other batches, other captures, and work of cudarc on the queue's stream. The
+    /// engine's own kernels are captured if they are launched on the stream of [`Step::raw`]. That is unsafe, and their memory is not kept.
+    ///
+    /// A [replay](Graph::replay) is an operation of a step of this table, routing and workspace, and uses its adapters and its batch. It is
+    /// enqueued on the queue's stream.
     ///
     /// # Errors
-    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues,
-    /// the stream is being captured, or no work was captured; or the error of `record`. The stream remains usable.
+    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues, or no
+    /// work was captured; or the error of `record`.
     pub fn capture<E: From<LaunchError>>(
         &self,
         routing: &Routing,
@@ -279,11 +308,12 @@ impl WeightTable {
         self.check_slots(routing.num_slots())?;
         let batch = routing.capture_batch(num_tokens)?;
         let [mailbox, partials] = workspace.kept();
-        let kept = vec![self.kept(), routing.kept(), mailbox, partials];
-        let raw = raw::Step::new(self.raw(), batch, workspace.raw(), queue.raw());
-        capture(queue, kept, (raw, has_adapters), |recorder| {
-            record(&mut Step::new(queue, raw, has_adapters, Some(recorder)))
-        })
+        let recorder = Recorder::new(vec![self.kept(), routing.kept(), mailbox, partials]);
+        let capture = Capture::begin(queue)?;
+        let captured = raw::Step::new(self.raw(), batch, workspace.raw(), capture.stream.raw());
+        record(&mut Step::new(queue, captured, has_adapters, Some(&recorder)))?;
+        let graph = capture.end()?;
+        Ok(Graph { graph, queue: queue.clone(), recording: recorder.into_recording(), captured, has_adapters })
     }
 
     /// Rejects a routing for another number of slots.
@@ -338,7 +368,7 @@ impl Workspace {
 /// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the step are unchanged by a replay.
 pub struct Graph {
     // Dropped before the memory it uses.
-    graph: CudaGraph,
+    graph: Executable,
     queue: Queue,
     recording: Recording,
     /// The step that was captured. The graph keeps its memory, so that no other object has these addresses.
@@ -346,9 +376,6 @@ pub struct Graph {
     /// Whether the captured operations serve tokens with adapters.
     has_adapters: bool,
 }
-
-// SAFETY: the driver's graphs belong to no thread, but are not synchronized: `replay` borrows the graph exclusively.
-unsafe impl Send for Graph {}
 
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -368,8 +395,8 @@ impl Graph {
     /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
     /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
     /// [without](crate::cuda::WeightTable::capture_without_adapters), [`LaunchError::WrongStream`] if the graph belongs to another queue,
-    /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError`] if something else captures the stream, or the
-    /// driver returns an error.
+    /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError::Capturing`] if the engine captures the queue's
+    /// stream. [`LaunchError::Driver`].
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
         if step.is_captured() {
             return Err(LaunchError::CapturedReplay);
@@ -379,63 +406,94 @@ impl Graph {
         if step.has_adapters() && !self.has_adapters {
             return Err(LaunchError::WithoutAdapters);
         }
-        let _entered = step.enter()?;
+        step.prepare()?;
         self.recording.groups.iter().for_each(|groups| groups.replay());
-        Ok(self.graph.launch()?)
+        self.graph.launch(step.queue())
     }
 }
 
-/// Captures what `record` enqueues on the queue for a step. The graph keeps `kept`, to which `record` may add.
-pub(in crate::cuda) fn capture<E: From<LaunchError>>(
-    queue: &Queue,
-    kept: Vec<Kept>,
-    (captured, has_adapters): (raw::Step, bool),
-    record: impl FnOnce(&Recorder) -> Result<(), E>,
-) -> Result<Graph, E> {
-    let recorder = Recorder::new(kept);
-    let mut capture = Capture { queue, open: false };
-    // Other threads may allocate and copy meanwhile.
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    let alone = queue.enter_alone()?;
-    queue.stream().begin_capture(mode).map_err(LaunchError::from)?;
-    capture.open = true;
-    drop(alone);
-    record(&recorder)?;
-    let graph = capture.end()?.ok_or(LaunchError::NothingCaptured)?;
-    if num_nodes(&graph)? == 0 {
-        return Err(LaunchError::NothingCaptured.into());
+/// A capture on a stream that nothing but its step has. It ends on every path.
+#[derive(Debug)]
+struct Capture {
+    stream: OwnStream,
+    is_open: bool,
+}
+
+impl Capture {
+    fn begin(queue: &Queue) -> Result<Self, LaunchError> {
+        let stream = OwnStream::like(queue)?;
+        // Forbids no call on any thread: none that is not the step's touches the stream.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive, and its context is current.
+        unsafe { result::stream::begin_capture(stream.raw().as_raw().cast(), mode) }?;
+        Ok(Self { stream, is_open: true })
     }
-    Ok(Graph { graph, queue: queue.clone(), recording: recorder.into_recording(), captured, has_adapters })
-}
 
-fn num_nodes(graph: &CudaGraph) -> Result<usize, LaunchError> {
-    let mut num_nodes = 0;
-    // SAFETY: the graph is alive. Given no array of nodes, the driver only counts them.
-    unsafe { cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut num_nodes) }.result()?;
-    Ok(num_nodes)
-}
+    fn end(mut self) -> Result<Executable, LaunchError> {
+        let mut graph =
+            Executable { context: Arc::clone(self.stream.context()), graph: self.close()?, exec: ptr::null_mut() };
+        let mut num_nodes = 0;
+        // SAFETY: the graph is alive. Given no array of nodes, the driver only counts them.
+        unsafe { cuGraphGetNodes(graph.graph, ptr::null_mut(), &raw mut num_nodes) }.result()?;
+        if num_nodes == 0 {
+            return Err(LaunchError::NothingCaptured);
+        }
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let _relaxed = Relaxed::new();
+        // SAFETY: the graph is alive.
+        graph.exec = unsafe { result::graph::instantiate(graph.graph, flags) }?;
+        Ok(graph)
+    }
 
-/// Ends the capture on every path, so that the stream remains usable.
-struct Capture<'a> {
-    queue: &'a Queue,
-    open: bool,
-}
-
-impl Capture<'_> {
-    fn end(&mut self) -> Result<Option<CudaGraph>, LaunchError> {
-        self.open = false;
-        let stream = Arc::clone(self.queue.stream());
-        let graph = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
-        stream::free_postponed(stream.context());
-        Ok(graph?)
+    /// Ends the capture. The graph is the caller's.
+    fn close(&mut self) -> Result<sys::CUgraph, LaunchError> {
+        self.is_open = false;
+        self.stream.context().bind_to_thread()?;
+        // SAFETY: the stream is alive.
+        Ok(unsafe { result::stream::end_capture(self.stream.raw().as_raw().cast()) }?)
     }
 }
 
-impl Drop for Capture<'_> {
+impl Drop for Capture {
     fn drop(&mut self) {
-        if self.open {
-            // The error that led here is the one to report.
-            let _ = self.end();
+        if self.is_open
+            && let Ok(graph) = self.close()
+        {
+            drop(Executable { context: Arc::clone(self.stream.context()), graph, exec: ptr::null_mut() });
+        }
+        // The error that led here is the one to report.
+    }
+}
+
+/// A graph of the driver, and its executable form.
+struct Executable {
+    context: Arc<CudaContext>,
+    graph: sys::CUgraph,
+    exec: sys::CUgraphExec,
+}
+
+// SAFETY: the driver's graphs belong to no thread, but are not synchronized: a launch borrows the graph exclusively.
+unsafe impl Send for Executable {}
+
+impl Executable {
+    /// Launches the graph on the stream of a queue, whose context is current.
+    fn launch(&mut self, queue: &Queue) -> Result<(), LaunchError> {
+        // SAFETY: the graph was instantiated. The stream is alive, and orders the uses of the graph's memory.
+        Ok(unsafe { result::graph::launch(self.exec, queue.stream().cu_stream()) }?)
+    }
+}
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        // On an error the context is gone, and with it the graph.
+        let _ = self.context.bind_to_thread();
+        if !self.exec.is_null() {
+            // SAFETY: nothing else has it. The driver destroys it once its launches are done.
+            let _ = unsafe { result::graph::exec_destroy(self.exec) };
+        }
+        if !self.graph.is_null() {
+            // SAFETY: nothing else has it.
+            let _ = unsafe { result::graph::destroy(self.graph) };
         }
     }
 }

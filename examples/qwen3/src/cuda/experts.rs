@@ -128,7 +128,7 @@ impl Routes {
                 .arg(&normalized);
             return launch_blocks(kernel, (route::blocks(*experts), 1), route::THREADS, 0);
         }
-        device.gemm.run(x, router, scores, 0.0)?;
+        device.gemm.run(device.stream.get(), x, router, scores, 0.0)?;
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);

@@ -7,7 +7,7 @@ use std::ffi::c_void;
 
 use aril::{
     DType, Element,
-    cuda::{Buffer, Queue},
+    cuda::{Buffer, Queue, raw::Stream},
 };
 use cudarc::{
     cublaslt::{
@@ -29,14 +29,13 @@ const REDUCTION_SCHEMES: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTIO
 /// A value of `cublasOperation_t`, which cudarc's bindings of cuBLASLt lack.
 const CUBLAS_OP_T: i32 = 1;
 
-/// `x Wᵀ` on one stream.
+/// `x Wᵀ`, one product after the other.
 pub(super) struct Gemm {
     operation: Owned<sys::cublasLtMatmulDesc_t>,
     preference: Owned<sys::cublasLtMatmulPreference_t>,
     library: Owned<sys::cublasLtHandle_t>,
     element: sys::cudaDataType,
     workspace: Buffer<u8>,
-    queue: Queue,
 }
 
 impl Gemm {
@@ -71,11 +70,18 @@ impl Gemm {
         unsafe { result::set_matmul_pref_attribute(preference.0, attribute, value, bytes) }?;
 
         let workspace = Buffer::zeros(queue, WORKSPACE_BYTES).memory_for("the workspace of cuBLASLt")?;
-        Ok(Self { operation, preference, library, element, workspace, queue: queue.clone() })
+        Ok(Self { operation, preference, library, element, workspace })
     }
 
     /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y` holds.
-    pub(super) fn run<T>(&self, x: &Matrix<T>, weight: &Matrix<T>, y: &mut Matrix<T>, beta: f32) -> Result<()>
+    pub(super) fn run<T>(
+        &self,
+        stream: Stream,
+        x: &Matrix<T>,
+        weight: &Matrix<T>,
+        y: &mut Matrix<T>,
+        beta: f32,
+    ) -> Result<()>
     where
         T: Element + DeviceRepr,
     {
@@ -104,7 +110,7 @@ impl Gemm {
 
         let one = 1.0_f32;
         // SAFETY: the layouts describe the matrices. Each matrix starts an allocation, so it is aligned as the heuristic assumes. The
-        // workspace has the size given to the heuristic and is used on this stream only.
+        // workspace has the size given to the heuristic, and is used on the queue's stream and in graphs that it runs.
         let launched = unsafe {
             result::matmul(
                 self.library.0,
@@ -122,7 +128,7 @@ impl Gemm {
                 &chosen.algo,
                 self.workspace.device_ptr() as *mut c_void,
                 WORKSPACE_BYTES,
-                self.queue.stream().cu_stream().cast(),
+                stream.as_raw().cast(),
             )
         };
         launched.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))

@@ -1,4 +1,4 @@
-//! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the device's stream and can be captured.
+//! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the stream of the device's launches and can be captured.
 //!
 //! A rank that ends leaves the others in a kernel that waits for it, or in a call that connects to it. So the communicator does not block,
 //! and the host waits for calls and results only where it looks after the other ranks; then it aborts the communicator.
@@ -15,7 +15,7 @@ use std::{
 
 use aril::{
     DType, Element,
-    cuda::{LaunchError, Queue},
+    cuda::{LaunchError, Queue, raw::Stream},
 };
 use cudarc::{
     driver::{
@@ -136,8 +136,8 @@ impl Nccl {
     }
 
     /// Enqueues `y += ` those of the other ranks.
-    pub(super) fn all_reduce<T: Element>(&self, y: &mut Matrix<T>) -> Result<()> {
-        let (stream, at, element) = (self.enter()?, y.address as *mut c_void, element::<T>()?);
+    pub(super) fn all_reduce<T: Element>(&self, stream: Stream, y: &mut Matrix<T>) -> Result<()> {
+        let (stream, at, element) = (self.enter(stream)?, y.address as *mut c_void, element::<T>()?);
         // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is alive.
         let enqueued = unsafe {
             let sum = sys::ncclRedOp_t::ncclSum;
@@ -148,9 +148,9 @@ impl Nccl {
     }
 
     /// Enqueues the copy of the matrices of all ranks to `parts`, one below the other.
-    pub(super) fn gather<T: Element>(&self, x: &Matrix<T>, parts: &mut Matrix<T>) -> Result<()> {
+    pub(super) fn gather<T: Element>(&self, stream: Stream, x: &Matrix<T>, parts: &mut Matrix<T>) -> Result<()> {
         assert_eq!(parts.len(), self.rank.tp().size() * x.len());
-        let (stream, element) = (self.enter()?, element::<T>()?);
+        let (stream, element) = (self.enter(stream)?, element::<T>()?);
         let (from, to) = (x.address as *const c_void, parts.address as *mut c_void);
         // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
         // alive.
@@ -161,13 +161,13 @@ impl Nccl {
     /// [`gather`](Self::gather), and then the copy of the first columns of all ranks to `out`, side by side.
     pub(super) fn all_gather<T: Element>(
         &self,
+        stream: Stream,
         x: &Matrix<T>,
         parts: &mut Matrix<T>,
         out: &mut Matrix<T>,
     ) -> Result<()> {
         assert_eq!(out.rows, x.rows);
-        self.gather(x, parts)?;
-        let stream = self.enter()?;
+        self.gather(stream, x, parts)?;
         let bytes = |elements: usize| elements * size_of::<T>();
         for first in (0..out.cols).step_by(x.cols) {
             let cols = x.cols.min(out.cols - first);
@@ -191,7 +191,9 @@ impl Nccl {
                 Height: x.rows,
             };
             // SAFETY: both rectangles are inside of their matrices, whose uses the stream orders.
-            unsafe { cuMemcpy2DAsync_v2(&raw const copy, stream.cast()) }.result().map_err(LaunchError::from)?;
+            unsafe { cuMemcpy2DAsync_v2(&raw const copy, stream.as_raw().cast()) }
+                .result()
+                .map_err(LaunchError::from)?;
         }
         Ok(())
     }
@@ -233,14 +235,13 @@ impl Nccl {
         Ok(())
     }
 
-    /// Makes the context current, and returns the stream.
-    fn enter(&self) -> Result<sys::cudaStream_t> {
+    /// Makes the context current, and returns the stream as NCCL has it.
+    fn enter(&self, stream: Stream) -> Result<sys::cudaStream_t> {
         if self.abort.borrow().is_some() {
             bail!("the group has ended");
         }
-        let stream = self.queue.stream();
-        stream.context().bind_to_thread().map_err(LaunchError::from)?;
-        Ok(stream.cu_stream().cast())
+        self.queue.stream().context().bind_to_thread().map_err(LaunchError::from)?;
+        Ok(stream.as_raw().cast())
     }
 
     /// Ends all collectives that are enqueued, and the call that has not returned.

@@ -83,13 +83,15 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
         let mut graphs = Vec::new();
         let mut outputs = Vec::new();
         for (adapters, adapted) in [(&per_expert, false), (&per_expert, true), (&shared_outer, true)] {
-            // A first run loads what is loaded lazily, which a capture does not allow.
+            // A first run loads what is loaded lazily.
             let batch = routing.update(&Batch::new(&slots))?;
             let mut step = adapters.step(&batch, &mut workspace)?;
             layer.enqueue(&mut step, &mut grouping, &inputs[0], &mut values, adapted)?;
             outputs.push(device.read(&values.out)?);
             let graph = adapters.capture(&routing, tokens, &mut workspace, |step| {
-                inputs.iter().try_for_each(|x| layer.enqueue(step, &mut grouping, x, &mut values, adapted))
+                device.captured(step, |step| {
+                    inputs.iter().try_for_each(|x| layer.enqueue(step, &mut grouping, x, &mut values, adapted))
+                })
             })?;
             graphs.push((adapters, graph));
         }
