@@ -156,9 +156,9 @@ impl<'a, T: Element> FusedLinear<'a, T> {
             raw::FusedLinear::check_x(x)?;
             args.x = x as *const c_void;
             args.y = self.raw.places_at(std::array::from_fn(|slice| rest[slice]), &shapes);
-            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The kernel may read W and the bias before the
-            // one in front of it ends, which does not write them: what wrote them has run (`wait_for`), and nobody can write them while
-            // they are borrowed, but a graph that was captured before. The launch of a graph ends before the next kernel starts.
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The kernel may read W and the bias before
+            // the one in front of it ends, which does not write them: what wrote them has run (`wait_for`), and nothing writes them while
+            // they are borrowed, except graphs that were captured before. A graph ends before the next kernel starts.
             unsafe { self.raw.launch(&args, stream) }
         })
     }
