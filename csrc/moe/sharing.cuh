@@ -37,7 +37,9 @@ class WarpSharing {
       const int slot = p.routing.tiles.all[i].slot;
       if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;
       for (int slice = 0; slice < p.num_slices; ++slice) {
-        const aril_descriptor common = module_of(p.weights, slot, slice);
+        // Not module_of(): above the table's rank, others of the slot may be within it.
+        const aril_descriptor common =
+            p.weights.table[int64_t{slot} * p.weights.num_entries + slice];
         const bool is_shared = shares(p, common);
         rank_ = max(rank_, common.rank);
         any_ = any_ || is_shared;
@@ -46,8 +48,7 @@ class WarpSharing {
     }
   }
 
-  // The most rank tiles that a module of a slice has. Experts of a higher rank than the table's
-  // have no module, but others of the slot may.
+  // The most rank tiles that a module of a slice has.
   __device__ __forceinline__ int rank_tiles(const aril_experts_args& p) const {
     const int rank = __reduce_max_sync(0xffffffffu, rank_);
     return ceil_div(min(rank, p.weights.max_rank), ARIL_RANK_TILE);

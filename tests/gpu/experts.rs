@@ -25,7 +25,7 @@ use crate::{
     common::{
         case::Subject,
         compare::{Expected, Place, compare, expect_within},
-        experts::{Act, Case, Lora, Moe, Op, Sizes, WeightsOn, World, cases, launch_on_cpu},
+        experts::{Act, Case, Lora, Module, Moe, Op, Sizes, WeightsOn, World, cases, launch_on_cpu},
         small::choose,
         values::Dtype,
     },
@@ -349,6 +349,36 @@ fn wide_experts_agree_with_the_reference() {
     property(60, cases(sizes), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
+}
+
+/// Experts above the table's rank have no module, beside others of the slot that have one.
+#[test]
+#[ignore = "needs a GPU"]
+fn experts_above_the_tables_rank_have_no_module() {
+    fn run<T: Element>(gpu: &Gpu, case: &Case) {
+        let mut world = case.world::<T>();
+        world.max_rank = 16;
+        let got = Raw { gpu, padded_tokens: 0, captured: false }.run(case, &world);
+        for pair in world.pairs.iter_mut().flatten().flatten() {
+            pair.take_if(|pair| pair.rank > 16);
+        }
+        compare(case.target(), &got, &world.expected(case), &case.replay()).unwrap();
+    }
+    let gpu = Gpu::new();
+    let adapters = [[8, 32], [8, 8], [16, 32], [32, 32]].map(|ranks| Lora {
+        modules: [(); 3].map(|()| Module { ranks: ranks.to_vec(), shared: [false; 2] }),
+        stacked: false,
+    });
+    for tokens in choose(&[1, 8, 100, 400][..], &[1, 8]) {
+        for (slots, op) in [1, 4].into_iter().flat_map(|slots| OPERATIONS.map(|op| (slots, op))) {
+            let mut case = Case::new([2, 72, 40], adapters.to_vec(), [*tokens, 2]).with(|layer| layer.op = op);
+            case.choose(*tokens, |token| token % slots, |token, k| (token + k) % 2);
+            for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
+                let case = Case { dtype, ..case.clone() };
+                for_dtype!(case, run(&gpu, &case));
+            }
+        }
+    }
 }
 
 /// Results have the same bits when repeated, when captured, and among more routes, which are grouped in another way.

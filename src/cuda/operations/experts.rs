@@ -341,7 +341,7 @@ impl LoraExperts {
         matrices: Matrices,
         operands: [Option<Operand<'_>>; 3],
     ) -> Result<(), LaunchError> {
-        let mut launch = self.launch(&step.raw(), &routes.raw, form, matrices)?;
+        let mut launch = self.launch(&step.raw(), &mut routes.raw, form, matrices)?;
         routes.check(step)?;
         let GroupedRoutes { raw: routes, top_k, .. } = routes;
         let [x, y, out] = operands.map(|operand| operand.map(|(name, memory)| (name, memory as &mut dyn Memory)));
@@ -355,14 +355,15 @@ impl LoraExperts {
         })
     }
 
-    /// Checks the operands and returns the launch of the C ABI.
+    /// Checks the operands and returns the launch of the C ABI. Behind a call, also a refused one, no activation is directly in front.
     fn launch(
         &self,
         step: &raw::Step,
-        routes: &raw::GroupedRoutes,
+        routes: &mut raw::GroupedRoutes,
         form: Form,
         matrices: Matrices,
     ) -> Result<ffi::aril_experts_launch, LaunchError> {
+        let in_front = routes.activation.take();
         let raw::Step { table, workspace, .. } = step;
         let contract::Experts { site: experts, plan: of_layer, .. } = &self.contract;
         let (num_tokens, top_k) = (routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
@@ -381,7 +382,7 @@ impl LoraExperts {
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
         let mailbox = workspace.mailbox.ptr;
-        let announced = routes.activation.filter(|activation| activation.mailbox == mailbox);
+        let announced = in_front.filter(|activation| activation.mailbox == mailbox);
         let starts_early = routes.base_starts_early && form.is_combine();
         let beside_base = match starts_early {
             true => announced.is_some(),

@@ -112,7 +112,8 @@ impl GroupedRoutes<'_, '_> {
     /// Directly in front of each of these operations on the stream, there is a kernel of the engine, or a copy, that
     /// - writes neither the operation's `x` nor the router's choice, and does not use the step's workspace;
     /// - if it is launched with programmatic stream serialization, lets its dependents start (`griddepcontrol.launch_dependents`, or the
-    ///   end of its thread blocks) only after one of them has waited for its predecessors (`griddepcontrol.wait`).
+    ///   end of its thread blocks) only after one of them has waited for its predecessors (`griddepcontrol.wait`). One that waits nowhere
+    ///   is not allowed between any operations.
     ///
     /// Then whatever is in front of that kernel has completed when the operation starts. Otherwise the operation may read an `x` or a
     /// choice that is not complete, and an operation before it in the workspace may wait for a sum that has gone, until the launch fails.

@@ -102,7 +102,9 @@ impl LoraLinear {
     ///   workspace. No two of `x` and the matrices of `y` overlap.
     /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes either must not
     ///   trigger programmatic dependent launch early, and each writing thread must call `__threadfence` before the kernel ends.
-    ///   Copies need nothing.
+    ///   Copies need nothing. Any other kernel that is launched with programmatic stream serialization, between this operation and
+    ///   later work that uses `y`, the workspace or the routing, waits for its predecessors (`griddepcontrol.wait`) in one of its thread
+    ///   blocks at least: whatever waits for that kernel counts on it to end after this operation.
     /// - **Context.** The kernels' context is current on this thread. (This is checked.)
     pub unsafe fn add_delta_raw(
         &self,

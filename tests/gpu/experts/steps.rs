@@ -145,8 +145,9 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 
     /// Enqueues the grouping, an activation and a combine of what it writes, and returns the result of the combine. `early`: each beside a
-    /// base operation in front, the combine beside the activation, too. The time is that of the base operation of gate and up.
-    fn activate_and_combine(&mut self, early: Option<(&Late, u64)>) -> Vec<T> {
+    /// base operation in front, the combine beside the activation, too. The time is that of the base operation of gate and up. `refused`:
+    /// a combine that is refused comes first, behind which none is beside the activation.
+    fn activate_and_combine(&mut self, early: Option<(&Late, u64)>, refused: bool) -> Vec<T> {
         let stream = self.gpu.raw_stream();
         let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
         let [activation, combine] = &mut self.operations[..] else { panic!("the layer has other operations") };
@@ -171,6 +172,12 @@ impl<'a, T: Element> Layer<'a, T> {
             unsafe { routes.combine_beside_activation() };
         }
         let x = raw_matrix::<T>(&activation.target, activation.place);
+        if refused {
+            let Operands { y, target, .. } = combine.operands;
+            // SAFETY: as above.
+            unsafe { self.layer.combine_raw(&step, &mut routes, y, y, target) }.unwrap_err();
+            assert!(!routes.may_combine_beside_activation());
+        }
         Operands { x, ..combine.operands }.launch(&self.layer, &step, &mut routes);
         assert!(!routes.may_combine_beside_activation());
         combine.target.read()
@@ -516,11 +523,11 @@ fn combines_beside_their_activation_have_the_same_bits() {
             step.choose(tokens, |_| rng.random_range(-1..=3), |_, _| choices.random_range(-1..=EXPERTS as i32));
             let what = format!("{tokens} tokens, step {number}");
             layer.check(&step, tokens, &pairs, &what, Layer::launch);
-            let expected = layer.activate_and_combine(None);
-            for microseconds in [0, 20, 60] {
-                let got = layer.activate_and_combine(Some((late, microseconds)));
+            let expected = layer.activate_and_combine(None, false);
+            for (microseconds, refused) in [(0, false), (20, false), (60, false), (60, true)] {
+                let got = layer.activate_and_combine(Some((late, microseconds)), refused);
                 let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
-                assert_eq!(bits(&got), bits(&expected), "{what}, {:?}, {microseconds} us", T::DTYPE);
+                assert_eq!(bits(&got), bits(&expected), "{what}, {:?}, {microseconds} us, {refused}", T::DTYPE);
             }
         }
     }
