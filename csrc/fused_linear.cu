@@ -141,6 +141,9 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   constexpr int kRing = kTokenTiles == 1 ? 0 : kTokenTiles == 2 ? 1 : kTokenTiles == 4 ? 2 : 3;
   const aril_forward_ring& ring = args.map->rings[kRing];
   if (ring.stages == 0) return ARIL_ERR_SHARED_MEMORY;
+  // Ranks that do not fit at once are divided where sums are.
+  ARIL_CHECK(args.weights.table == nullptr || ring.v_ranks % detail::kSumRanks == 0 ||
+             ring.v_ranks >= args.weights.max_rank);
   detail::FusedParams params;
   ARIL_TRY(fill_params(args, params));
   params.smem = ring;
@@ -160,7 +163,8 @@ bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_strips) {
          ring.inbox == ring.stages * ring.stage_bytes && ring.inbox <= ring.deltas &&
          ring.deltas < ring.v && ring.v == ring.sums && ring.v == ring.handover &&
          ring.v < ring.a && ring.a < ring.batch && ring.batch < ring.modules &&
-         ring.modules < ring.total && ring.v_ranks >= detail::kPanelRanks;
+         ring.modules < ring.total && ring.v_ranks >= detail::kPanelRanks &&
+         ring.v_ranks % detail::kPanelRanks == 0;
 }
 
 // Rejects rings that are none, or larger than the device's shared memory.

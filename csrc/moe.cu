@@ -76,6 +76,13 @@ int32_t on_route_tiles(const aril_experts_args& args, void* stream) {
   const detail::ExpertsGrid grid = {in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
                                     ceil_div(args.in_features, detail::kSlabFeatures),
                                     args.wide_shrink_blocks > 0};
+  // The blocks take all pieces of a tile at once.
+  const int expanded = args.form == ARIL_ADD || args.form == ARIL_WRITE ? args.num_slices : 1;
+  ARIL_CHECK(args.outs_per_block >= 1 &&
+             args.shrink_blocks * detail::kShrinkSets >=
+                 args.num_slices * detail::rank_tiles(args.weights) * grid.slabs &&
+             args.expand_blocks * detail::kExpertsWarps >=
+                 expanded * ceil_div(args.out_features, args.outs_per_block));
   const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) {
     const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
     int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * warp_bytes);

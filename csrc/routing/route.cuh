@@ -3,7 +3,7 @@
 // aril_route: groups a batch's tokens by slot, once per step for all layers. A counting sort in one
 // block; no result depends on the order of a slot's tokens, which is arbitrary.
 //
-// The batch may be in the host's memory, so each of its elements is read once.
+// The batch may be in the host's memory, so each of its elements is read once, past all caches.
 //
 // Shared memory: a counter of 4 bytes per slot (at most 32 KB). Bound: latency. Every launch writes
 // every output that the batch's tokens need, so nothing stale is read.
@@ -27,7 +27,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 // The token's slot; -1: the base model alone, or a slot outside the table.
 __device__ __forceinline__ int slot_of(const aril_route_args& p, int token) {
   if (token >= p.num_tokens) return -1;
-  const int slot = p.token_slots[token];
+  const int slot = __ldcv(p.token_slots + token);
   return slot >= 0 && slot < p.num_slots ? slot : -1;
 }
 
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int token = first + i * kRouteThreads;
       slots[i] = slot_of(p, token);
       const bool has_scale = p.token_scales != nullptr && token < p.num_tokens;
-      scales[i] = has_scale ? p.token_scales[token] : 1.0f;
+      scales[i] = has_scale ? __ldcv(p.token_scales + token) : 1.0f;
     }
 #pragma unroll
     for (int i = 0; i < kRouteReads; ++i) {
