@@ -41,6 +41,7 @@
 //   partial           The sums of a split, slab or part, from which expand adds up v.
 //   mailbox           Tagged words through which blocks of a launch pass values (device/mailbox.cuh).
 //   epoch             The number of a launch on a mailbox; it tags the words.
+//   stack, position   Rows of W that hold A of some slots, and the place of a slot among them.
 //   term              One of two bf16 numbers whose sum stands for a float (device/product.cuh).
 //   core              8 x 8 elements of a factor, 16 bytes a row: the operand of ldmatrix and wgmma.
 //   stage             A piece of a ring in shared memory that copies fill ahead.
@@ -291,6 +292,71 @@ typedef struct aril_sharded_args {
   aril_weights weights;
   aril_routing routing;
 } aril_sharded_args;
+
+// A stack: A of some slots as further rows of the base weights W, so that the base GEMM of a layer
+// stores v = A x, rounded to the element type, in further columns of y. The slots have positions.
+// Row (slice * positions + position) * rank + r of a layer's stack is row r of A of the slot at the
+// position, and zero beyond the module's rank.
+
+// The module of a slot at a position.
+typedef struct aril_stacked_module {
+  const void* b;
+  float scaling;
+  int16_t slot;  // -1: none
+  int16_t rank;  // 0: the slot has no such module
+} aril_stacked_module;
+
+// Where a linear layer's W has the rows of the stack, [num_slices * positions * rank, in_features].
+typedef struct aril_stack_layer {
+  void* rows;      // aligned to 16 bytes, as the stride is
+  int64_t stride;  // elements
+  int32_t in_features;
+  int32_t num_slices;
+  int32_t first_entry;  // of a row of the table
+  int32_t first_block;  // ceil(in_features / ARIL_K_TILE) * num_slices of each layer before
+} aril_stack_layer;
+
+// Copies a slot into the stack. The slot leaves every other position. A slot with a module of a
+// higher rank than the stack's is not in the stack.
+typedef struct aril_stack_args {
+  int32_t slot;  // -1: empties the position
+  int32_t position;
+  int32_t positions;
+  int32_t rank;  // a multiple of ARIL_RANK_TILE
+  int32_t num_layers;
+  int32_t num_blocks;  // of all layers
+  const aril_stack_layer* layers;  // in device memory
+  aril_stacked_module* modules;    // [num_entries][positions], aligned to 16 bytes
+  aril_weights weights;            // the whole table, of 16-bit elements
+} aril_stack_args;
+
+// y[slice][t] += scales[t] * scaling * B v[t], for tokens whose slot is in the stack, in bf16 and
+// f16. A row's bits depend on its v and y and its slot's factors alone. y is aligned to 16 bytes,
+// and out_features are multiples of 8.
+typedef struct aril_stacked_args {
+  // What a thread block asks for first comes first: constant memory is cold, too.
+  const aril_stacked_module* modules;  // of the layer, [num_slices][positions]
+  int32_t positions;
+  int32_t rank;
+  int32_t max_tiles;   // of token tiles, the most that the routing can have
+  int32_t num_tokens;  // rows of y
+  aril_tiles tiles;
+  const aril_row* rows;
+  int32_t num_slices;
+  int32_t dtype;
+  const void* v;     // [num_tokens, num_slices * positions * rank]: columns of y
+  int64_t v_stride;  // a multiple of 4
+  int32_t out_features[ARIL_MAX_SLICES];
+  aril_outputs y[ARIL_MAX_SLICES];
+} aril_stacked_args;
+
+// out[t] = silu(gate) * up of what aril_stacked_expand makes of y, for all routed tokens, in f32
+// with one rounding. y is read.
+typedef struct aril_stacked_silu_mul_args {
+  aril_stacked_args layer;  // two slices of equal size
+  void* out;                // [num_tokens, out_features of a slice], aligned to 16 bytes
+  int64_t out_stride;
+} aril_stacked_silu_mul_args;
 
 // How a thread block of a fused linear divides its shared memory, for batches of some size. Offsets
 // in bytes from a boundary of ARIL_FORWARD_ALIGNMENT_BYTES, behind the ring.
@@ -595,6 +661,9 @@ int32_t aril_linear_expand(const aril_linear_launch* launch, void* stream);
 int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
 int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
 int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream);
+int32_t aril_stack(const aril_stack_args* args, void* stream);
+int32_t aril_stacked_expand(const aril_stacked_args* args, void* stream);
+int32_t aril_stacked_silu_mul(const aril_stacked_silu_mul_args* args, void* stream);
 // Fills `map`, which is valid for as long as the weights stay where they are. Enqueues nothing.
 // ARIL_ERR_SHARED_MEMORY if the device has too little for a ring.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);

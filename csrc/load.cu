@@ -11,6 +11,7 @@ int32_t load_linear();
 int32_t load_sharded();
 int32_t load_fused_linear();
 int32_t load_consumers();
+int32_t load_stacked();
 int32_t load_moe();
 int32_t load_pack();
 
@@ -22,6 +23,7 @@ int32_t load_all() {
   ARIL_TRY(load_sharded());
   ARIL_TRY(load_fused_linear());
   ARIL_TRY(load_consumers());
+  ARIL_TRY(load_stacked());
   ARIL_TRY(load_moe());
   return load_pack();
 }

@@ -205,6 +205,9 @@ pub enum OperandError {
         /// Distance between the beginnings of two rows, in bytes.
         stride_bytes: usize,
     },
+    /// The layer is not one of the stack's.
+    #[error("the layer is not in the stack")]
+    NotStacked,
     /// A number has no finite value in the element type: it is NaN or infinite, or rounds to an infinity.
     #[error("`{operand}` has an element without a finite value in {dtype}")]
     NotFinite {

@@ -118,10 +118,10 @@ struct BlockOuts {
 
   // Block `block` of a linear layer's outputs. Sets `slice`. `outs_per_block` is an int or a
   // Divisor.
-  template <typename Outs>
-  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, Outs outs_per_block,
-                                       int& slice)
-      : overwrites(p.overwrites != 0) {
+  template <typename Args, typename Outs>
+  __device__ __forceinline__ BlockOuts(const Args& p, int block, Outs outs_per_block, int& slice,
+                                       bool overwrites)
+      : overwrites(overwrites) {
     for (slice = 0; slice < p.num_slices - 1; ++slice) {
       const int blocks = ceil_div(p.out_features[slice], outs_per_block);
       if (block < blocks) break;
@@ -133,6 +133,11 @@ struct BlockOuts {
     first = block * outs_per_block;
     count = min(static_cast<int>(outs_per_block), num_outs - first);
   }
+
+  template <typename Outs>
+  __device__ __forceinline__ BlockOuts(const aril_linear_args& p, int block, Outs outs_per_block,
+                                       int& slice)
+      : BlockOuts(p, block, outs_per_block, slice, p.overwrites != 0) {}
 
   __device__ __forceinline__ BlockOuts(const aril_embedding_args& p, int block, int outs_per_block)
       : y(static_cast<T*>(p.y)),

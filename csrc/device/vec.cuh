@@ -51,6 +51,22 @@ struct Vec {
     return vec;
   }
 
+  // At an address that is aligned to 16 bytes.
+  __device__ __forceinline__ static Vec load(const T* source) {
+    return {*reinterpret_cast<const uint4*>(source)};
+  }
+
+  // Rounds values(0), values(1), ...
+  template <typename F>
+  __device__ __forceinline__ static void store(T* target, const F& values) {
+    T elements[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) elements[i] = from_float<T>(values(i));
+    uint4 bits;
+    memcpy(&bits, elements, sizeof(bits));
+    *reinterpret_cast<uint4*>(target) = bits;
+  }
+
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
       const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
@@ -80,6 +96,15 @@ __device__ __forceinline__ uint32_t load_once(const void* pointer) {
   uint32_t word;
   asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(word) : "l"(pointer));
   return word;
+}
+
+// The same of eight bytes.
+__device__ __forceinline__ uint2 load_pair_once(const void* pointer) {
+  uint2 words;
+  asm volatile("ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "l"(pointer));
+  return words;
 }
 
 }  // namespace aril

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// From sm_90 on: tensor copies, the barriers they complete on, and the shared memory of a cluster.
+// L2 eviction priorities; and from sm_90 on tensor copies, the barriers they complete on, and the shared memory of a cluster.
 // Nothing here needs sm_90a.
 #pragma once
 
@@ -11,11 +11,11 @@
 
 namespace aril {
 
-#if __CUDA_ARCH__ >= 900
-
-// L2 eviction priorities of copies, as createpolicy.fractional encodes them.
+// L2 eviction priorities of copies and loads, as createpolicy.fractional encodes them.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // read once by the whole device
 constexpr uint64_t kEvictLast = 0x14F0000000000000ull;   // read by many blocks
+
+#if __CUDA_ARCH__ >= 900
 
 // Copies a box of a matrix to shared memory; elements outside the matrix become zero. `arrival`
 // counts the bytes of the whole box.

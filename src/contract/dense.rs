@@ -18,6 +18,9 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
+    /// Alignment of the rows of a stack, of y with its columns of v, and of what replaces it, and of each of their rows, in bytes.
+    pub(crate) const STACKED_ALIGNMENT_BYTES: usize = 16;
+
     pub(crate) fn new(
         model: &Model,
         id: LinearId,
@@ -42,18 +45,41 @@ impl Linear {
         y.map_or(Ok(()), |y| y.expect(dtype, tokens, self.site.slices()))
     }
 
+    /// The features of gate and of up.
+    pub(crate) fn gate_up(&self) -> Result<usize, OperandError> {
+        match self.site.slices() {
+            [gate, up] if gate.out_features() == up.out_features() => Ok(gate.out_features()),
+            slices => Err(OperandError::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() }),
+        }
+    }
+
     /// Returns the features of gate and of up.
     pub(crate) fn check_silu_mul(&self, step: StepShape, y: &Slices<Shape>, out: Shape) -> Result<usize, OperandError> {
         let (dtype, tokens) = (self.check_step(step)?, step.num_tokens);
-        let features = match self.site.slices() {
-            [gate, up] if gate.out_features() == up.out_features() => gate.out_features(),
-            slices => {
-                return Err(OperandError::GateUp { outputs: slices.iter().map(SliceSite::out_features).collect() });
-            }
-        };
+        let features = self.gate_up()?;
         y.expect(dtype, tokens, self.site.slices())?;
         out.expect("out", dtype, tokens, features)?;
         Ok(features)
+    }
+
+    /// Of what replaces y behind a layer in a stack.
+    pub(crate) fn check_stacked_out(&self, step: StepShape, out: Shape) -> Result<(), OperandError> {
+        out.expect("out", self.plan.dtype(), step.num_tokens, self.gate_up()?)?;
+        out.expect_aligned_rows("out", Self::STACKED_ALIGNMENT_BYTES)
+    }
+
+    /// Rejects rows of a stack that are not `rows` of the layer's input features.
+    pub(crate) fn check_stack(site: &LinearSite, dtype: DType, shape: Shape, rows: usize) -> Result<(), OperandError> {
+        shape.expect("the stack's rows", dtype, rows, site.in_features())?;
+        shape.expect_aligned_rows("the stack's rows", Self::STACKED_ALIGNMENT_BYTES)
+    }
+
+    /// Of a layer in a stack: y with its columns of v. Returns the column that v begins at.
+    pub(crate) fn check_stacked(&self, step: StepShape, y: Shape, stacked: usize) -> Result<usize, OperandError> {
+        let (dtype, outs) = (self.check_step(step)?, self.site.out_features());
+        y.expect("y", dtype, step.num_tokens, outs + stacked)?;
+        y.expect_aligned_rows("y", Self::STACKED_ALIGNMENT_BYTES)?;
+        Ok(outs)
     }
 
     /// Returns the element type of the operands.

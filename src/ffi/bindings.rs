@@ -186,6 +186,61 @@ pub struct aril_sharded_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_stacked_module {
+    pub b: *const ::core::ffi::c_void,
+    pub scaling: f32,
+    pub slot: i16,
+    pub rank: i16,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_stack_layer {
+    pub rows: *mut ::core::ffi::c_void,
+    pub stride: i64,
+    pub in_features: i32,
+    pub num_slices: i32,
+    pub first_entry: i32,
+    pub first_block: i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_stack_args {
+    pub slot: i32,
+    pub position: i32,
+    pub positions: i32,
+    pub rank: i32,
+    pub num_layers: i32,
+    pub num_blocks: i32,
+    pub layers: *const aril_stack_layer,
+    pub modules: *mut aril_stacked_module,
+    pub weights: aril_weights,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_stacked_args {
+    pub modules: *const aril_stacked_module,
+    pub positions: i32,
+    pub rank: i32,
+    pub max_tiles: i32,
+    pub num_tokens: i32,
+    pub tiles: aril_tiles,
+    pub rows: *const aril_row,
+    pub num_slices: i32,
+    pub dtype: i32,
+    pub v: *const ::core::ffi::c_void,
+    pub v_stride: i64,
+    pub out_features: [i32; 8usize],
+    pub y: [aril_outputs; 8usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_stacked_silu_mul_args {
+    pub layer: aril_stacked_args,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_stride: i64,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_forward_ring {
     pub stage_boxes: i32,
     pub stages: i32,
@@ -464,6 +519,24 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_silu_mul(
         launch: *const aril_silu_mul_launch,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_stack(
+        args: *const aril_stack_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_stacked_expand(
+        args: *const aril_stacked_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_stacked_silu_mul(
+        args: *const aril_stacked_silu_mul_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

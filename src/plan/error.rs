@@ -22,9 +22,11 @@ pub enum PlanError {
     /// The layer is fully sharded, and the operations do not exchange `v` between the ranks.
     #[error("the layer is fully sharded over the ranks, which only `FullyShardedLinear` supports")]
     FullySharded,
-    /// The fused linear does not support the element type.
-    #[error("the fused linear supports bf16 and f16, not {got}")]
-    FusedDType {
+    /// The operation supports 16-bit element types alone.
+    #[error("{operation} supports bf16 and f16, not {got}")]
+    DType {
+        /// Name of the operation.
+        operation: &'static str,
         /// The element type given.
         got: DType,
     },

@@ -53,7 +53,7 @@ impl ForwardPlan {
         }
         let capacity = capacity.checked()?;
         if dtype == DType::F32 {
-            return Err(PlanError::FusedDType { got: dtype });
+            return Err(PlanError::DType { operation: "the fused linear", got: dtype });
         }
         let in_features = site.in_features();
         limit("in_features", in_features, MAX_FEATURES)?;

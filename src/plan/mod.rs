@@ -27,7 +27,7 @@ pub use self::{
 #[cfg(feature = "cuda")]
 pub(crate) use self::{
     experts::{ExpandBy, WideLaunch},
-    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns},
+    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns, stacked_rows},
     ring::Ring,
     thresholds::GroupedBy,
 };

@@ -262,7 +262,7 @@ fn what_a_gpu_refuses_is_refused() {
     let of_f32 = table(&model, DType::F32, capacity, &[]);
     let w = [0.0_f32; 16];
     let refused = FusedLinear::new(&of_f32, id, [Matrix::new(&w, 2, 8).unwrap()]).unwrap_err();
-    assert_eq!(refused, PlanError::FusedDType { got: DType::F32 }.into());
+    assert_eq!(refused, PlanError::DType { operation: "the fused linear", got: DType::F32 }.into());
 
     let weights = table(&model, DType::F16, capacity, &[]);
     let data = vec![f16::ONE; (MAX_FORWARD_TOKENS + 1) * 12];

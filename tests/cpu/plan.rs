@@ -435,7 +435,7 @@ fn the_rows_of_a_fused_linear_are_spread_over_blocks() {
 fn layers_without_a_fused_linear_are_refused_by_name() {
     let capacity = Capacity::tokens(1).slots(1).rank(1);
     let refused = |in_features, out_features, dtype| plan_forward(in_features, &[out_features], dtype, capacity);
-    assert_eq!(refused(8, 1, DType::F32), Err(PlanError::FusedDType { got: DType::F32 }));
+    assert_eq!(refused(8, 1, DType::F32), Err(PlanError::DType { operation: "the fused linear", got: DType::F32 }));
     assert_eq!(refused(12, 1, DType::BF16), Err(PlanError::Multiple { what: "in_features", value: 12, of: 8 }));
     // Bytes of a row, and features, are counted by an `i32`.
     let max = i32::MAX as usize / 4;

@@ -564,7 +564,7 @@ fn the_raw_door_refuses_by_name() {
     let is_of_type = |error: &LaunchError, name: &str| matches!(error, LaunchError::Operand(OperandError::DType { operand, .. }) if *operand == name);
     assert!(is_of_type(&error, "W"), "{error}");
     let error = new(id, DType::F32, capacity, &w).unwrap_err();
-    assert!(matches!(error, LaunchError::Plan(PlanError::FusedDType { got: DType::F32 })), "{error}");
+    assert!(matches!(error, LaunchError::Plan(PlanError::DType { got: DType::F32, .. })), "{error}");
     let error = new(of_odd_rows, DType::BF16, capacity, &w).unwrap_err();
     let is_of_features = matches!(error, LaunchError::Plan(PlanError::Multiple { what: "in_features", value, of: 8 })
         if value == IN + 4);
@@ -680,7 +680,7 @@ fn the_safe_api_refuses_by_name() {
     assert!(matches!(error, LaunchError::Plan(PlanError::Multiple { what: "in_features", .. })), "{error}");
     let of_f32 = table(queue, &model, DType::F32, 100);
     let error = FusedLinear::new(&of_f32, id, [w(0, OUT[0]), w(0, OUT[1])]).unwrap_err();
-    assert!(matches!(error, LaunchError::Plan(PlanError::FusedDType { got: DType::F32 })), "{error}");
+    assert!(matches!(error, LaunchError::Plan(PlanError::DType { got: DType::F32, .. })), "{error}");
     let of_f16 = table(queue, &model, DType::F16, 100);
     let error = FusedLinear::new(&of_f16, id, [w(0, OUT[0]), w(0, OUT[1])]).unwrap_err();
     assert!(matches!(error, LaunchError::Operand(OperandError::DType { operand: "W", .. })), "{error}");

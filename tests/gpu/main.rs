@@ -44,6 +44,7 @@ mod pool;
 mod routing;
 mod safe_api;
 mod setup;
+mod stacked;
 mod streams;
 mod weights;
 mod wrong;

@@ -132,6 +132,12 @@ enum Kernel {
     Linear { linear: LoraLinear, id: LinearId },
 }
 
+/// A stack of a set's adapters.
+pub struct Stacked {
+    stack: raw::Stack,
+    _memory: Memory,
+}
+
 /// Times of one operation, in µs.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
@@ -269,6 +275,36 @@ impl<'a> Layer<'a> {
         Ok(unsafe { fused.forward(&step, x, y) }?)
     }
 
+    /// A stack of all of a set's adapters, whose rows of the base weight begin at that address.
+    pub fn stacked(&self, rows: u64, set: usize) -> Result<Stacked> {
+        let (gpu, Workload { in_features, .. }) = (&self.stage.gpu, self.workload);
+        let Kernel::Linear { id, .. } = self.kernel else {
+            return Err("an embedding has no base weights".into());
+        };
+        let (positions, rank) = (self.workload.num_slots(), self.workload.max_rank());
+        let memory = gpu.alloc(raw::Stack::device_bytes(&self.model, positions, 1))?;
+        let rows = raw::MatrixMut::new::<bf16>(rows, stacked_rows(self.workload), *in_features);
+        let (size, stream) = ((positions, rank), gpu.raw_stream());
+        // SAFETY: the memory is this object's and the stage's, and used on this stream only.
+        let stack = unsafe {
+            raw::Stack::new(&gpu.kernels, &self.model, DType::BF16, size, &[(id, rows)], memory.region(), stream)
+        }?;
+        for slot in 0..positions {
+            // SAFETY: as above.
+            unsafe { stack.set(slot, &self.table(set), Slot::new(u16::try_from(slot)?), stream) }?;
+        }
+        Ok(Stacked { stack, _memory: memory })
+    }
+
+    /// Enqueues the expand of what the GEMM has computed by a set's stack.
+    pub fn add_stacked(&self, stacked: &Stacked, set: usize) -> Result<()> {
+        let cols = self.workload.out_features() + stacked_rows(self.workload);
+        let y = raw::MatrixMut::new::<bf16>(self.stage.y.address, self.workload.num_tokens(), cols);
+        let step = self.step(set, self.batch, self.stage.gpu.raw_stream());
+        // SAFETY: as above.
+        Ok(unsafe { self.linear()?.add_stacked_delta_raw(&step, &stacked.stack, y) }?)
+    }
+
     /// Enqueues shrink of a linear layer.
     pub fn shrink(&self, set: usize) -> Result<()> {
         let (x, step) = (self.x(self.workload.num_tokens()), self.step(set, self.batch, self.stage.gpu.raw_stream()));
@@ -354,8 +390,12 @@ impl<'a> Layer<'a> {
 
     /// A token's row of y.
     pub fn row(&self, token: usize) -> Result<Vec<bf16>> {
-        let cols = self.workload.out_features();
-        self.stage.gpu.read(self.stage.y.address + elem_bytes(token * cols) as u64, cols)
+        self.strided_row(token, self.workload.out_features())
+    }
+
+    /// The same of rows that are that many elements apart.
+    pub fn strided_row(&self, token: usize, stride: usize) -> Result<Vec<bf16>> {
+        self.stage.gpu.read(self.stage.y.address + elem_bytes(token * stride) as u64, self.workload.out_features())
     }
 
     /// Captures `count` operations, with the sets in turn if `cold`, else with the first one each time.
@@ -435,6 +475,11 @@ impl Kernel {
             }
         }
     }
+}
+
+/// Rows of a stack of all adapters of a workload.
+pub fn stacked_rows(workload: &Workload) -> usize {
+    workload.out_slices.len() * workload.num_slots() * workload.max_rank().next_multiple_of(8)
 }
 
 /// The number of operations for a graph: each of `num_sets` at least once, and enough to time if one takes `us`.

@@ -11,7 +11,7 @@ use crate::{
         steps::{Checked, join},
     },
     ffi,
-    model::{LinearId, MAX_SLICES, Model},
+    model::{LinearId, MAX_SLICES, Model, SliceSite},
     plan::{Capacity, LinearLaunch, LinearPlan, PlanError, SiluMulLaunch, Turns},
 };
 
@@ -216,6 +216,83 @@ impl LoraLinear {
         unsafe { self.run_silu_mul(&launch, step.stream) }
     }
 
+    /// Enqueues `y[t] += scaling · B v[t]` for every token whose slot is in the stack, with the `v` that the base GEMM has computed. All
+    /// other rows keep every bit. Does not need a workspace.
+    ///
+    /// `y` is the output `[tokens, out_features + stacked_rows]` of a GEMM by W′ ([`raw::Stack`]), of bf16 or f16, whose rows are aligned to
+    /// 16 bytes. The columns of the outputs are changed. Tokens whose slot has an adapter that is not in the stack get no delta: use another
+    /// operation for batches that have any.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer, the stack and the step. Nothing was enqueued.
+    ///
+    /// # Safety
+    /// As for [`add_delta_raw`](Self::add_delta_raw), with `y` in the place of `x` and `y`, and the stack's memory as that of the table.
+    pub unsafe fn add_stacked_delta_raw(
+        &self,
+        step: &raw::Step,
+        stack: &raw::Stack,
+        y: raw::MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let args = self.stacked_args(step, stack, y.0)?;
+        // SAFETY: the operands fit the plan and the stack, and the caller vouches for their memory.
+        unsafe { self.kernels.launch(ffi::aril_stacked_expand, &args, args.num_tokens, step.stream.as_raw()) }
+    }
+
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of what
+    /// [`add_stacked_delta_raw`](Self::add_stacked_delta_raw) makes of `y`, in `f32` with one rounding, for every token. `out` is
+    /// `[tokens, out_features / 2]`, with rows aligned to 16 bytes.
+    ///
+    /// # Errors
+    /// As for `add_stacked_delta_raw`; also if the slices are not gate and up.
+    ///
+    /// # Safety
+    /// As for `add_stacked_delta_raw`, with `out` as its `y`. `y` is an input.
+    pub unsafe fn stacked_silu_mul_raw(
+        &self,
+        step: &raw::Step,
+        stack: &raw::Stack,
+        y: raw::MatrixRef,
+        raw::MatrixMut(out): raw::MatrixMut,
+    ) -> Result<(), LaunchError> {
+        let layer = self.stacked_args(step, stack, y.0)?;
+        self.contract.check_stacked_out(step.shape(), out.shape("out")?)?;
+        out.check_alignment("out", contract::Linear::STACKED_ALIGNMENT_BYTES)?;
+        let (out, out_stride) = out.place();
+        let args = ffi::aril_stacked_silu_mul_args { layer, out, out_stride };
+        // SAFETY: as above.
+        unsafe { self.kernels.launch(ffi::aril_stacked_silu_mul, &args, args.layer.num_tokens, step.stream.as_raw()) }
+    }
+
+    /// Checks the operands of a layer in a stack and returns the arguments of the C ABI.
+    fn stacked_args(
+        &self,
+        step: &raw::Step,
+        stack: &raw::Stack,
+        y: RawMatrix,
+    ) -> Result<ffi::aril_stacked_args, LaunchError> {
+        let (contract::Linear { site, plan, .. }, shape) = (&self.contract, step.shape());
+        let first = self.contract.check_stacked(shape, y.shape("y")?, stack.columns(shape.model, site)?)?;
+        y.check_alignment("y", contract::Linear::STACKED_ALIGNMENT_BYTES)?;
+        let (outs, v_stride) = y.place();
+        let routing = step.batch.routing;
+        Ok(ffi::aril_stacked_args {
+            modules: stack.modules_of(site),
+            positions: int(stack.positions())?,
+            rank: int(stack.rank())?,
+            max_tiles: int(step.batch.max_small_tiles)?,
+            num_tokens: int(step.batch.num_tokens)?,
+            tiles: routing.tiles,
+            rows: routing.rows,
+            num_slices: int(site.slices().len())?,
+            dtype: dtype_code(plan.dtype()),
+            v: outs.wrapping_byte_add(first * plan.dtype().bytes()),
+            v_stride,
+            out_features: out_features(site.slices())?,
+            y: Slices::from(y).places(site.slices()),
+        })
+    }
+
     fn enqueue<T: Element>(
         &self,
         operation: Operation<ffi::aril_linear_launch>,
@@ -318,10 +395,7 @@ impl LoraLinear {
         let (x, x_stride) = x.map_or((std::ptr::null_mut(), 0), |x| x.place());
         let y = y.map_or(NO_OUTPUTS, |y| y.places(site.slices()));
         workspace.check(plan.workspace_bytes_for(num_tokens))?;
-        let mut out_features = [0; MAX_SLICES];
-        for (out, slice) in out_features.iter_mut().zip(site.slices()) {
-            *out = int(slice.out_features())?;
-        }
+        let out_features = out_features(site.slices())?;
         Ok(ffi::aril_linear_args {
             dtype: dtype_code(plan.dtype()),
             num_tokens: int(num_tokens)?,
@@ -356,6 +430,15 @@ impl LoraLinear {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(operation, launch, launch.args.num_tokens, stream.as_raw()) }
     }
+}
+
+/// Outputs of each slice.
+fn out_features(slices: &[SliceSite]) -> Result<[i32; MAX_SLICES], LaunchError> {
+    let mut out_features = [0; MAX_SLICES];
+    for (out, slice) in out_features.iter_mut().zip(slices) {
+        *out = int(slice.out_features())?;
+    }
+    Ok(out_features)
 }
 
 /// `v = A x[t]` of a step's tokens in its workspace, from [`LoraLinear::shrink`]. One operation expands it.

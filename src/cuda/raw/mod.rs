@@ -20,6 +20,7 @@ mod fused_linear;
 mod grouping;
 mod memory;
 mod routing;
+mod stack;
 mod step;
 
 pub use self::{
@@ -27,6 +28,7 @@ pub use self::{
     grouping::{GroupedRoutes, Grouping, TopK},
     memory::{DeviceRegion, MatrixMut, MatrixRef, Stream},
     routing::{RoutedBatch, Routing},
+    stack::Stack,
     step::{Descriptor, Factors, Step, Table, Workspace},
 };
 pub(in crate::cuda) use self::{

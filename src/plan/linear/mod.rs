@@ -38,6 +38,11 @@ pub struct LinearPlan {
     device: Device,
 }
 
+/// Rows of a layer's stack.
+pub(crate) fn stacked_rows(slices: usize, positions: usize, rank: usize) -> usize {
+    product(&[slices, positions, rank.next_multiple_of(RANK_TILE)])
+}
+
 impl LinearPlan {
     /// Plans a layer for batches within `capacity`, on an H100.
     ///
@@ -62,6 +67,12 @@ impl LinearPlan {
     #[must_use]
     pub fn on(self, device: Device) -> Self {
         Self { device: device.sizable(), ..self }
+    }
+
+    /// Rows of a stack that has room for so many adapters of up to `rank`: the layer's part of
+    /// `cuda::raw::Stack`. The base weight has them behind its own.
+    pub fn stacked_rows(&self, positions: usize, rank: usize) -> usize {
+        stacked_rows(self.out_features.len(), positions, rank)
     }
 
     /// Whether the layer works on wide tiles. Both ways are bit-identical.

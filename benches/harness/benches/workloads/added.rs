@@ -9,7 +9,7 @@ use aril_bench::{
     data::checked_tokens,
     device::Graph,
     gemm::Gemm,
-    layer::{self, Layer, MAX_ERROR, Room, Stage, elem_bytes, repetitions},
+    layer::{self, Layer, MAX_ERROR, Room, Stacked, Stage, elem_bytes, repetitions, stacked_rows},
     report::median,
     results::{Added, Results},
     workload::{COLD_BYTES, Workload},
@@ -24,6 +24,9 @@ const MODES: [(&str, Mode); 2] = [("after", after), ("first", first)];
 
 /// The mode of batches that the fused linear supports.
 const FUSED: (&str, Mode) = ("fused", fused);
+
+/// The mode of a GEMM whose weight has A of all adapters as further rows.
+const STACKED: (&str, Mode) = ("stacked", stacked);
 
 /// The mode of layers whose expand is part of an operation behind them. It is compared with `plain`.
 const WITHIN: (&str, Mode) = ("within", within);
@@ -59,6 +62,16 @@ pub(crate) fn fused(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     layer.forward(&fused[i % num_base_sets(workload)], i)
 }
 
+/// The GEMM by the base weight and its stack, and the expand of what it computes of A.
+fn stacked(adapted: &Adapted<'_>, i: usize) -> Result<()> {
+    let Adapted { gemm, stage, workload, layer, stacks, .. } = adapted;
+    let set = i % num_base_sets(workload);
+    let weight = base_address(stage, workload, set);
+    let shape = [workload.num_tokens(), workload.in_features, workload.out_features() + stacked_rows(workload)];
+    gemm.run(stage.inputs.address, weight, stage.y.address, shape, 0.0)?;
+    layer.add_stacked(&stacks[set], set)
+}
+
 /// The GEMM without LoRA.
 pub(crate) fn alone(adapted: &Adapted<'_>, i: usize) -> Result<()> {
     multiply(adapted, i, 0.0)
@@ -84,7 +97,8 @@ pub(crate) fn measure(
     no_time: bool,
     results: &mut Results,
 ) -> Result<()> {
-    let mut adapted = Adapted { gemm, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+    let mut adapted = Adapted::new(gemm, stage, workload)?;
+    adapted.stack()?;
     if workload.num_tokens() <= MAX_FORWARD_TOKENS
         && let Err(error) = adapted.fuse()
     {
@@ -103,9 +117,12 @@ pub(crate) fn measure(
     if within.is_some() {
         graphs.push(adapted.capture(count, plain)?);
     }
-    let after_gemm = MODES.iter().chain((!adapted.fused.is_empty()).then_some(&FUSED)).map(|mode| (mode, 0));
+    let fused = (!adapted.fused.is_empty()).then_some(&FUSED);
+    let after_gemm = MODES.iter().chain([&STACKED]).chain(fused).map(|mode| (mode, 0));
     for (&(name, mode), base) in after_gemm.chain(within.map(|mode| (mode, 1))) {
-        let checked = if base == 0 { adapted.check(mode) } else { adapted.check_within(mode) };
+        let stacked = if name == STACKED.0 { stacked_rows(workload) } else { 0 };
+        let stride = workload.out_features() + stacked;
+        let checked = if base == 0 { adapted.check(mode, stride) } else { adapted.check_within(mode) };
         match checked.and_then(|()| adapted.capture(count, mode)) {
             Ok(graph) => {
                 modes.push((name.to_owned(), graphs.len(), base));
@@ -133,14 +150,28 @@ pub(crate) struct Adapted<'a> {
     layer: Layer<'a>,
     /// The fused linear of each set of base weights, if it supports the batch.
     fused: Vec<FusedLinear>,
+    /// The stack of each set of base weights.
+    stacks: Vec<Stacked>,
 }
 
 impl<'a> Adapted<'a> {
+    fn new(gemm: &'a Gemm, stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
+        let layer = Layer::new(stage, workload)?;
+        Ok(Self { gemm, stage, workload, layer, fused: Vec::new(), stacks: Vec::new() })
+    }
+
     /// With the fused linear.
     pub(crate) fn fused(gemm: &'a Gemm, stage: &'a Stage, workload: &'a Workload) -> Result<Self> {
-        let mut adapted = Self { gemm, stage, workload, layer: Layer::new(stage, workload)?, fused: Vec::new() };
+        let mut adapted = Self::new(gemm, stage, workload)?;
         adapted.fuse()?;
         Ok(adapted)
+    }
+
+    fn stack(&mut self) -> Result<()> {
+        let Self { stage, workload, layer, .. } = self;
+        let rows = |set| base_address(stage, workload, set) + elem_bytes(base_elems(workload)) as u64;
+        self.stacks = (0..num_base_sets(workload)).map(|set| layer.stacked(rows(set), set)).collect::<Result<_>>()?;
+        Ok(())
     }
 
     fn fuse(&mut self) -> Result<()> {
@@ -154,14 +185,15 @@ impl<'a> Adapted<'a> {
         self.stage.gpu.capture(|| (0..count).try_for_each(|i| mode(self, i)))
     }
 
-    /// Compares a captured arrangement with `after`.
-    fn check(&self, mode: Mode) -> Result<()> {
+    /// Compares a captured arrangement, whose rows of y are that many elements apart, with `after`.
+    fn check(&self, mode: Mode, stride: usize) -> Result<()> {
         let tokens = checked_tokens(&self.workload.slots);
-        let rows = || tokens.iter().map(|&token| self.layer.row(token)).collect::<Result<Vec<_>>>();
+        let rows =
+            |stride| tokens.iter().map(|&token| self.layer.strided_row(token, stride)).collect::<Result<Vec<_>>>();
         after(self, 0)?;
-        let expected = rows()?.concat();
+        let expected = rows(self.workload.out_features())?.concat();
         self.capture(1, mode)?.replay()?;
-        let difference = difference(&rows()?.concat(), expected.into_iter().map(f64::from));
+        let difference = difference(&rows(stride)?.concat(), expected.into_iter().map(f64::from));
         agree(difference)
     }
 
@@ -202,13 +234,14 @@ impl<'a> Adapted<'a> {
 
 /// The part of the stage that a workload needs, with its sets of base weights.
 pub(crate) fn room(workload: &Workload) -> Room {
-    let weights = first_base(workload, 0) + num_base_sets(workload) * base_elems(workload);
-    Room { weights, ..Room::new(workload) }
+    let weights = first_base(workload, 0) + num_base_sets(workload) * stacked_elems(workload);
+    let y = workload.num_tokens() * (workload.out_features() + stacked_rows(workload));
+    Room { weights, y, ..Room::new(workload) }
 }
 
 /// Where the base weights of turn `i` start: behind all adapters.
 fn first_base(workload: &Workload, i: usize) -> usize {
-    layer::weight_elems(workload) + i % num_base_sets(workload) * base_elems(workload)
+    layer::weight_elems(workload) + i % num_base_sets(workload) * stacked_elems(workload)
 }
 
 fn base_address(stage: &Stage, workload: &Workload, i: usize) -> u64 {
@@ -217,6 +250,11 @@ fn base_address(stage: &Stage, workload: &Workload, i: usize) -> u64 {
 
 fn base_elems(workload: &Workload) -> usize {
     workload.in_features * workload.out_features()
+}
+
+/// A base weight and its stack.
+fn stacked_elems(workload: &Workload) -> usize {
+    base_elems(workload) + stacked_rows(workload) * workload.in_features
 }
 
 /// Enough that base weights and adapters are cold at each turn.
