@@ -39,8 +39,8 @@ constexpr int kStackedBlocks = kAhead == 1 ? 8 : 5;
 template <int kAhead>
 constexpr int kStackedSiluMulBlocks = kAhead == 1 ? 6 : 4;
 
-// A block copies a K tile of A of a module. What earlier steps read is written after the wait, and
-// later ones start when the kernel has ended.
+// A block copies a K tile of A of a module. What earlier steps read is written after the wait. Later
+// ones start when all blocks have ended, and read modules before their own wait (ptx/pdl.cuh).
 __global__ void __launch_bounds__(kStackThreads)
     stack_kernel(const __grid_constant__ aril_stack_args p) {
   wait_for_predecessors();
@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(kStackThreads)
         modules[i].slot = -1;
       }
     }
+    __threadfence();
   }
   if (p.slot < 0) return;
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
