@@ -59,13 +59,18 @@ impl Case {
             let mut rng = StdRng::seed_from_u64(rng.random());
             move || values.value(&mut rng)
         };
-        let mut lora = |rng: &mut StdRng, slice: usize, outputs: usize| {
+        // Every adapter has a module.
+        let mut lora = |rng: &mut StdRng, slice: usize, outputs: usize, present: usize| {
             let of_slice = rng.random_range(1..=rank);
             let zeros = Lora::linear(format!("layer.m{slice}"), inputs, outputs, of_slice).dtype(dtype);
-            rng.random_bool(0.9).then(|| zeros.alpha(2.0 * of_slice as f64).fill(&mut value))
+            let is_there = slice == present || rng.random_bool(0.8);
+            is_there.then(|| zeros.alpha(2.0 * of_slice as f64).fill(&mut value))
         };
-        let loras = (0..num_slots).map(|_| outputs.iter().enumerate().map(|(i, &outs)| lora(rng, i, outs)).collect());
-        let loras: Vec<Vec<Option<Lora>>> = loras.collect();
+        let mut slot = |_| {
+            let present = rng.random_range(0..outputs.len());
+            outputs.iter().enumerate().map(|(i, &outs)| lora(rng, i, outs, present)).collect()
+        };
+        let loras: Vec<Vec<Option<Lora>>> = (0..num_slots).map(&mut slot).collect();
         // Most slots are in the stack, at any positions.
         let mut places: Vec<usize> = (0..positions).collect();
         places.shuffle(rng);
