@@ -556,7 +556,7 @@ fn foreign_operands_of_experts_are_refused() {
     let mut second_step = weights.step(&second_batch, &mut second_workspace).unwrap();
     let mut second_routes = second_grouping.update(&mut second_step, top_k()).unwrap();
     let mut other_step = other_weights.step(&other_batch, &mut other_workspace).unwrap();
-    let mut other_routes = other_grouping.update(&mut other_step, top_k()).unwrap();
+    let mut other_routes = other_grouping.update(&mut other_step, TopK::new(&other_ids, 2).unwrap()).unwrap();
     let (values, mut written) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[7.0_f32; 64]));
     for op in OPERATIONS {
         let [x, y, target] = shapes(op, [4, 4], [1, 2]);

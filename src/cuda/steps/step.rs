@@ -487,6 +487,7 @@ impl Drop for Executable {
     fn drop(&mut self) {
         // On an error the context is gone, and with it the graph.
         let _ = self.context.bind_to_thread();
+        let _relaxed = Relaxed::new();
         if !self.exec.is_null() {
             // SAFETY: nothing else has it. The driver destroys it once its launches are done.
             let _ = unsafe { result::graph::exec_destroy(self.exec) };
