@@ -33,6 +33,11 @@ impl Linear {
         Ok(Self { model: model.id(), site, plan })
     }
 
+    /// The layer with this slice alone.
+    pub(crate) fn with_slice(&self, index: usize) -> Option<Self> {
+        Some(Self { model: self.model, site: self.site.with_slice(index)?, plan: self.plan.with_slice(index)? })
+    }
+
     /// Of shrink `x`, of expand `y`, of both in one both.
     pub(crate) fn check(
         &self,

@@ -25,6 +25,12 @@ impl LoraLinear {
         Ok(Self { contract })
     }
 
+    /// The layer with one of its slices alone, whose outputs are the columns of `y`; `None` if there is no such slice. For outputs that
+    /// cannot be borrowed at once. Each operation has the same bits as that of all slices.
+    pub fn with_slice(&self, index: usize) -> Option<Self> {
+        Some(Self { contract: self.contract.with_slice(index)? })
+    }
+
     /// The launch configuration on a GPU.
     pub fn plan(&self) -> &LinearPlan {
         &self.contract.plan

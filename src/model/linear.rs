@@ -223,6 +223,12 @@ impl LinearSite {
     pub fn first_entry(&self) -> usize {
         self.first_entry
     }
+
+    /// The layer with this slice alone.
+    pub(crate) fn with_slice(&self, index: usize) -> Option<Self> {
+        let slices = vec![self.slices.get(index)?.clone()];
+        Some(Self { slices, first_entry: self.first_entry + index, ..self.clone() })
+    }
 }
 
 /// One module of a linear layer on one rank.

@@ -42,6 +42,11 @@ impl<T: Element> SliceBuffers<T> {
 
     /// What `matrix` makes of each matrix's place and its buffer in `buffers`.
     pub fn matrices<B, M>(&self, buffers: impl IntoIterator<Item = B>, matrix: impl Fn(B, Place) -> M) -> Slices<M> {
+        self.each(buffers, matrix).into_iter().collect()
+    }
+
+    /// [`matrices`](Self::matrices), one after the other.
+    pub fn each<B, M>(&self, buffers: impl IntoIterator<Item = B>, matrix: impl Fn(B, Place) -> M) -> Vec<M> {
         self.parts.iter().zip(buffers).map(|((place, _), buffer)| matrix(buffer, *place)).collect()
     }
 

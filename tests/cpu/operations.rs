@@ -11,7 +11,7 @@ use crate::{
     for_dtype,
 };
 use aril::{
-    DType, Element, Slot,
+    DType, Element, Slices, Slot,
     adapter::{Adapter, AdapterError},
     cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
@@ -26,6 +26,8 @@ use proptest::prelude::*;
 struct Cpu {
     apart: bool,
     overwrites: bool,
+    /// Separate outputs one after the other, each by the layer with its slice alone.
+    one_by_one: bool,
 }
 
 impl Subject<Dense> for Cpu {
@@ -45,14 +47,25 @@ impl Subject<Dense> for Cpu {
             Site::Linear(id) => {
                 let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate);
                 let mut buffers = outputs.buffers();
-                let y = outputs.matrices(&mut buffers, |buffer, place| matrix_mut(buffer, place));
                 let layer = LoraLinear::new(&weights, id).unwrap();
-                if self.apart {
-                    layer.shrink(&mut step, x).unwrap().expand(y).unwrap();
-                } else if self.overwrites {
-                    layer.write_delta(&mut step, x, y).unwrap();
+                let mut run = |layer: &LoraLinear, y: Slices<MatrixMut<'_, T>>| {
+                    if self.apart {
+                        layer.shrink(&mut step, x).unwrap().expand(y).unwrap();
+                    } else if self.overwrites {
+                        layer.write_delta(&mut step, x, y).unwrap();
+                    } else {
+                        layer.add_delta(&mut step, x, y).unwrap();
+                    }
+                };
+                if self.one_by_one && case.separate {
+                    for (slice, y) in
+                        outputs.each(&mut buffers, |buffer, at| matrix_mut(buffer, at)).into_iter().enumerate()
+                    {
+                        run(&layer.with_slice(slice).unwrap(), y.into());
+                    }
+                    assert!(layer.with_slice(case.slices().len()).is_none());
                 } else {
-                    layer.add_delta(&mut step, x, y).unwrap();
+                    run(&layer, outputs.matrices(&mut buffers, |buffer, place| matrix_mut(buffer, place)));
                 }
                 outputs.merged(buffers)
             }
@@ -75,8 +88,13 @@ proptest! {
     }
 
     #[test]
-    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes::SMALL), apart: bool, overwrites: bool) {
-        for_dtype!(case.check_separate(&mut Cpu { apart, overwrites }))?;
+    fn separate_outputs_have_the_bits_of_a_fused_one(
+        case in cases(Sizes::SMALL),
+        apart: bool,
+        overwrites: bool,
+        one_by_one: bool,
+    ) {
+        for_dtype!(case.check_separate(&mut Cpu { apart, overwrites, one_by_one }))?;
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The kernels against the reference, through the safe and the raw API.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element, Slices, Slot,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw},
     model::Model,
@@ -39,8 +39,23 @@ pub struct Raw<'a> {
     pub captured: bool,
 }
 
+/// The same, of separate outputs one after the other, each by the layer with its slice alone.
+struct OneByOne<'a>(Safe<'a>);
+
 impl Subject<Dense> for Safe<'_> {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        self.run_on(case, world, false)
+    }
+}
+
+impl Subject<Dense> for OneByOne<'_> {
+    fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
+        self.0.run_on(case, world, case.separate)
+    }
+}
+
+impl Safe<'_> {
+    fn run_on<T: Element>(&mut self, case: &Case, world: &World<T>, one_by_one: bool) -> Vec<T> {
         let queue = &self.gpu.queue;
         let (tokens, model) = (case.num_tokens(), &world.model);
         let capacity = world.capacity(tokens);
@@ -51,7 +66,6 @@ impl Subject<Dense> for Safe<'_> {
 
         let (x, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&case.token_ids()));
         let x_view = x.view::<T>();
-        let x_matrix = matrix(&x_view, case.x());
         let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate && case.is_linear());
         let mut buffers = upload_all(self.gpu, &outputs);
         let mut views: Vec<_> = buffers.iter_mut().map(Buffer::view_mut::<T>).collect();
@@ -64,11 +78,20 @@ impl Subject<Dense> for Safe<'_> {
             }
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
-                let y = outputs.matrices(&mut views, matrix_mut);
-                if self.apart {
-                    layer.shrink(&mut step, x_matrix).unwrap().expand(y).unwrap();
+                let mut run = |layer: &LoraLinear, y: Slices<MatrixMut<'_, T>>| {
+                    let x = matrix(&x_view, case.x());
+                    if self.apart {
+                        layer.shrink(&mut step, x).unwrap().expand(y).unwrap();
+                    } else {
+                        layer.add_delta(&mut step, x, y).unwrap();
+                    }
+                };
+                if one_by_one {
+                    for (slice, y) in outputs.each(&mut views, matrix_mut).into_iter().enumerate() {
+                        run(&layer.with_slice(slice).unwrap(), y.into());
+                    }
                 } else {
-                    layer.add_delta(&mut step, x_matrix, y).unwrap();
+                    run(&layer, outputs.matrices(&mut views, matrix_mut));
                 }
             }
         }
@@ -330,7 +353,9 @@ fn the_raw_door_agrees_with_the_reference() {
 fn separate_outputs_have_the_bits_of_a_fused_one() {
     fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
         let raw = |captured| Raw { gpu, padded_tokens, captured };
-        case.check_separate::<T>(&mut Safe { gpu, apart: case.seed.is_multiple_of(2) })?;
+        let safe = || Safe { gpu, apart: case.seed.is_multiple_of(2) };
+        case.check_separate::<T>(&mut safe())?;
+        case.check_separate::<T>(&mut OneByOne(safe()))?;
         case.check_separate::<T>(&mut raw(true))?;
         case.check_separate::<T>(&mut Overwriting(raw(false)))?;
         case.check_separate::<T>(&mut Beside(raw(false)))

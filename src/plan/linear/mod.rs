@@ -63,6 +63,11 @@ impl LinearPlan {
         Ok(plan)
     }
 
+    /// The layer with this slice alone. What fits the grids of all slices fits one.
+    pub(crate) fn with_slice(&self, index: usize) -> Option<Self> {
+        Some(Self { out_features: vec![*self.out_features.get(index)?], ..self.clone() })
+    }
+
     /// The same layer on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
