@@ -1,28 +1,34 @@
 //! Adapters in host memory, on candle's vectors.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, PoisonError},
-};
+use std::{panic, thread};
 
 use aril::{
-    DType, Element, Slices, Slot,
+    DType, Element, Slot,
     adapter::SlotImage,
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    error::OperandError,
     model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
     slots::Resident,
 };
 use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::{Outputs, Rows, mixed, unknown};
+use super::{Layers, Place, Rows, mixed};
 
 #[derive(Debug)]
 pub(super) struct Cpu {
     weights: WeightTable,
-    layers: BTreeMap<LinearId, LoraLinear>,
-    workspace: Mutex<Workspace>,
+    layers: Layers<LoraLinear>,
+    /// Threads that run operations, and nothing of others.
+    threads: ThreadPool,
+}
+
+/// The slots of a step's rows.
+#[derive(Debug)]
+pub(super) struct Routed<'a> {
+    cpu: &'a Cpu,
     tokens: Vec<Slot>,
     outputs: Vec<Slot>,
 }
@@ -36,9 +42,9 @@ impl Cpu {
         arena_bytes: usize,
     ) -> Result<Self> {
         let weights = WeightTable::new(model, dtype, capacity, arena_bytes).map_err(Error::wrap)?;
-        let layer = |&id| Ok((id, LoraLinear::new(&weights, id).map_err(Error::wrap)?));
-        let layers = ids.iter().map(layer).collect::<Result<_>>()?;
-        Ok(Self { weights, layers, workspace: Mutex::default(), tokens: Vec::new(), outputs: Vec::new() })
+        let layers = Layers::new(ids, |id| LoraLinear::new(&weights, id), LoraLinear::with_slice)?;
+        let threads = ThreadPoolBuilder::new().thread_name(|index| format!("aril-candle-{index}"));
+        Ok(Self { weights, layers, threads: threads.build().map_err(Error::wrap)? })
     }
 
     pub(super) fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident> {
@@ -49,64 +55,65 @@ impl Cpu {
         self.weights.unload(slot).map_err(Error::wrap)
     }
 
-    pub(super) fn route(&mut self, rows: Rows, slots: &[Slot]) -> Result<()> {
-        // The slots exist, and are not too many.
-        self.weights.step(&Batch::new(slots), &mut Workspace::default()).map_err(Error::wrap)?;
-        let of_rows = match rows {
-            Rows::Tokens => &mut self.tokens,
-            Rows::Outputs => &mut self.outputs,
-        };
-        slots.clone_into(of_rows);
-        Ok(())
+    pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
+        for slots in [tokens, outputs] {
+            // The slots exist, and are not too many.
+            self.weights.step(&Batch::new(slots), &mut Workspace::default()).map_err(Error::wrap)?;
+        }
+        Ok(Routed { cpu: self, tokens: tokens.to_vec(), outputs: outputs.to_vec() })
+    }
+
+    /// Runs an operation. This thread has candle's storages meanwhile, and does nothing else: as one of rayon's threads, it would take up
+    /// other work while it waits, which may want the same storages.
+    fn run<R: Send>(&self, operation: impl FnOnce() -> R + Send) -> R {
+        let run = || self.threads.install(operation);
+        if rayon::current_thread_index().is_none() {
+            return run();
+        }
+        thread::scope(|threads| threads.spawn(run).join()).unwrap_or_else(|panic| panic::resume_unwind(panic))
+    }
+}
+
+impl Routed<'_> {
+    pub(super) fn num_rows(&self, rows: Rows) -> usize {
+        self.slots(rows).len()
+    }
+
+    fn slots(&self, rows: Rows) -> &[Slot] {
+        match rows {
+            Rows::Tokens => &self.tokens,
+            Rows::Outputs => &self.outputs,
+        }
     }
 
     pub(super) fn add_delta(
         &self,
-        id: LinearId,
-        rows: Rows,
-        y: Outputs<'_, CpuStorage>,
+        place: Place,
+        (y, y_layout): (&mut CpuStorage, &Layout),
         (x, x_layout): (&CpuStorage, &Layout),
     ) -> Result<()> {
-        /// The elements of all outputs, if they are of the variant of `x`.
-        macro_rules! add {
-            ($variant:ident, $x:ident) => {{
-                let y = y.into_iter().map(|(y, layout)| match y {
-                    CpuStorage::$variant(y) => Ok((&mut y[..], layout)),
-                    y => Err(mixed(y.dtype(), x.dtype(), self.weights.dtype())),
-                });
-                self.add(id, rows, y.collect::<Result<_>>()?, ($x, x_layout))
-            }};
-        }
-        match x {
-            CpuStorage::BF16(values) => add!(BF16, values),
-            CpuStorage::F16(values) => add!(F16, values),
-            CpuStorage::F32(values) => add!(F32, values),
-            x => Err(mixed(y.first().map_or(x.dtype(), |(y, _)| y.dtype()), x.dtype(), self.weights.dtype())),
+        match (y, x) {
+            (CpuStorage::BF16(y), CpuStorage::BF16(x)) => self.add(place, (y, y_layout), (x, x_layout)),
+            (CpuStorage::F16(y), CpuStorage::F16(x)) => self.add(place, (y, y_layout), (x, x_layout)),
+            (CpuStorage::F32(y), CpuStorage::F32(x)) => self.add(place, (y, y_layout), (x, x_layout)),
+            (y, x) => Err(mixed(y.dtype(), x.dtype(), self.cpu.weights.dtype())),
         }
     }
 
     fn add<T: Element>(
         &self,
-        id: LinearId,
-        rows: Rows,
-        y: Vec<(&mut [T], &Layout)>,
+        place: Place,
+        (y, y_layout): (&mut [T], &Layout),
         (x, x_layout): (&[T], &Layout),
     ) -> Result<()> {
-        let x_at = super::Matrix::of("x", x_layout)?;
-        let x = Matrix::strided(&x[x_at.start..], x_at.rows, x_at.cols, x_at.row_stride).map_err(Error::wrap)?;
-        let y = y.into_iter().map(|(y, layout)| {
-            let at = super::Matrix::of("y", layout)?;
-            MatrixMut::strided(&mut y[at.start..], at.rows, at.cols, at.row_stride).map_err(Error::wrap)
-        });
-        let y = y.collect::<Result<Slices<_>>>()?;
-        let slots = match rows {
-            Rows::Tokens => &self.tokens,
-            Rows::Outputs => &self.outputs,
+        let (cpu, layer, slots) = (self.cpu, self.cpu.layers.get(place)?, self.slots(place.rows));
+        let (x_at, y_at) = (super::Matrix::of("x", x_layout)?, super::Matrix::of("y", y_layout)?);
+        let add = || {
+            let x = Matrix::strided(&x[x_at.start..], x_at.rows, x_at.cols, x_at.row_stride)?;
+            let y = MatrixMut::strided(&mut y[y_at.start..], y_at.rows, y_at.cols, y_at.row_stride)?;
+            let mut workspace = Workspace::default();
+            layer.add_delta(&mut cpu.weights.step(&Batch::new(slots), &mut workspace)?, x, y)
         };
-        // A panic leaves scratch memory, whose contents do not matter.
-        let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut step = self.weights.step(&Batch::new(slots), &mut workspace).map_err(Error::wrap)?;
-        let layer = self.layers.get(&id).ok_or_else(|| unknown(id))?;
-        layer.add_delta(&mut step, x, y).map_err(Error::wrap)
+        cpu.run(add).map_err(|error: OperandError| Error::wrap(error))
     }
 }

@@ -1,48 +1,47 @@
-//! Adapters in device memory, on the addresses in candle's storage and on candle's stream.
+//! Adapters in device memory, on candle's slices and on candle's stream.
 
-use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 use aril::{
-    DType, Element, Slices, Slot,
+    DType, Element, Slot,
     adapter::SlotImage,
-    cuda::{
-        Kernels, LoraLinear, Queue, Routing, WeightTable, Workspace,
-        raw::{MatrixMut, MatrixRef, Step},
-    },
+    cuda::{Kernels, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, RoutedBatch, Routing, WeightTable, Workspace},
     model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
     slots::Resident,
 };
 use candle_core::{
-    CudaDevice, CudaStorage, DType as CandleDType, Error, Layout, Result,
-    backend::BackendStorage,
-    bail,
-    cuda::{
-        CudaDType,
-        cudarc::driver::{DevicePtr, DevicePtrMut},
-    },
+    CudaDevice, CudaStorage, DType as CandleDType, Error, Layout, Result, backend::BackendStorage, cuda::CudaDType,
 };
 
-use super::{Matrix, Outputs, Rows, mixed, unknown};
+use super::{Layers, Place, Rows, mixed};
 
 /// Steps that the host may run ahead of the device.
 const STEPS_IN_FLIGHT: usize = 2;
 
 #[derive(Debug)]
 pub(super) struct Cuda {
-    queue: Queue,
-    weights: WeightTable,
-    layers: BTreeMap<LinearId, LoraLinear>,
-    workspace: Workspace,
-    tokens: Routed,
-    outputs: Routed,
+    table: Table,
+    tokens: Routing,
+    outputs: Routing,
 }
 
+/// What all steps have.
 #[derive(Debug)]
-struct Routed {
-    routing: Routing,
-    step: Option<Step>,
+struct Table {
+    weights: WeightTable,
+    layers: Layers<LoraLinear>,
+    /// Locked while an operation is enqueued, so that the launches of another one are not between its own. Nothing is waited for meanwhile.
+    workspace: Mutex<Workspace>,
+}
+
+/// The slots of a step's rows, on the device.
+#[derive(Debug)]
+pub(super) struct Routed<'a> {
+    table: &'a Table,
+    tokens: RoutedBatch<'a>,
+    outputs: RoutedBatch<'a>,
 }
 
 impl Cuda {
@@ -58,89 +57,79 @@ impl Cuda {
         let kernels = Kernels::load_into(stream.context()).map_err(Error::wrap)?;
         let queue = Queue::new(&kernels, &stream).map_err(Error::wrap)?;
         let weights = WeightTable::new(&queue, model, dtype, capacity, arena_bytes).map_err(Error::wrap)?;
-        let layer = |&id| Ok((id, LoraLinear::new(&weights, id).map_err(Error::wrap)?));
-        let layers = ids.iter().map(layer).collect::<Result<_>>()?;
-        let workspace = Workspace::new(&weights).map_err(Error::wrap)?;
-        let routed = || {
-            let routing = Routing::new(&queue, capacity, STEPS_IN_FLIGHT).map_err(Error::wrap)?;
-            Ok::<_, Error>(Routed { routing, step: None })
-        };
-        let (tokens, outputs) = (routed()?, routed()?);
-        Ok(Self { queue, weights, layers, workspace, tokens, outputs })
+        let layers = Layers::new(ids, |id| LoraLinear::new(&weights, id), LoraLinear::with_slice)?;
+        let workspace = Mutex::new(Workspace::new(&weights).map_err(Error::wrap)?);
+        let routing = || Routing::new(&queue, capacity, STEPS_IN_FLIGHT).map_err(Error::wrap);
+        let (tokens, outputs) = (routing()?, routing()?);
+        Ok(Self { table: Table { weights, layers, workspace }, tokens, outputs })
     }
 
     pub(super) fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident> {
-        self.weights.load(slot, image).map_err(Error::wrap)
+        self.table.weights.load(slot, image).map_err(Error::wrap)
     }
 
     pub(super) fn unload(&self, slot: Slot) -> Result<()> {
-        self.weights.unload(slot).map_err(Error::wrap)
+        self.table.weights.unload(slot).map_err(Error::wrap)
     }
 
-    pub(super) fn route(&mut self, rows: Rows, slots: &[Slot]) -> Result<()> {
-        let Routed { routing, step } = match rows {
-            Rows::Tokens => &mut self.tokens,
-            Rows::Outputs => &mut self.outputs,
-        };
-        *step = None;
-        routing.wait().map_err(Error::wrap)?;
-        let batch = routing.update(&Batch::new(slots)).map_err(Error::wrap)?;
-        *step = Some(self.weights.step(&batch, &mut self.workspace).map_err(Error::wrap)?.raw());
-        Ok(())
+    pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
+        Ok(Routed {
+            table: &self.table,
+            tokens: route(&mut self.tokens, tokens)?,
+            outputs: route(&mut self.outputs, outputs)?,
+        })
+    }
+}
+
+fn route<'a>(routing: &'a mut Routing, slots: &[Slot]) -> Result<RoutedBatch<'a>> {
+    routing.wait().map_err(Error::wrap)?;
+    routing.update(&Batch::new(slots)).map_err(Error::wrap)
+}
+
+impl Routed<'_> {
+    pub(super) fn num_rows(&self, rows: Rows) -> usize {
+        self.batch(rows).num_tokens()
+    }
+
+    fn batch(&self, rows: Rows) -> &RoutedBatch<'_> {
+        match rows {
+            Rows::Tokens => &self.tokens,
+            Rows::Outputs => &self.outputs,
+        }
     }
 
     pub(super) fn add_delta(
         &self,
-        id: LinearId,
-        rows: Rows,
-        y: Outputs<'_, CudaStorage>,
+        place: Place,
+        y: (&mut CudaStorage, &Layout),
         x: (&CudaStorage, &Layout),
     ) -> Result<()> {
-        let dtype = x.0.dtype();
-        if let Some((y, _)) = y.iter().find(|(y, _)| y.dtype() != dtype) {
-            return Err(mixed(y.dtype(), dtype, self.weights.dtype()));
-        }
-        match dtype {
-            CandleDType::BF16 => self.add::<half::bf16>(id, rows, y, x),
-            CandleDType::F16 => self.add::<half::f16>(id, rows, y, x),
-            CandleDType::F32 => self.add::<f32>(id, rows, y, x),
-            dtype => Err(mixed(dtype, dtype, self.weights.dtype())),
+        match (y.0.dtype(), x.0.dtype()) {
+            (CandleDType::BF16, CandleDType::BF16) => self.add::<half::bf16>(place, y, x),
+            (CandleDType::F16, CandleDType::F16) => self.add::<half::f16>(place, y, x),
+            (CandleDType::F32, CandleDType::F32) => self.add::<f32>(place, y, x),
+            (y, x) => Err(mixed(y, x, self.table.weights.dtype())),
         }
     }
 
     fn add<T: Element + CudaDType>(
         &self,
-        id: LinearId,
-        rows: Rows,
-        y: Outputs<'_, CudaStorage>,
+        place: Place,
+        (y, y_layout): (&mut CudaStorage, &Layout),
         (x, x_layout): (&CudaStorage, &Layout),
     ) -> Result<()> {
-        let x_at = Matrix::of("x", x_layout)?;
-        let routed = match rows {
-            Rows::Tokens => &self.tokens,
-            Rows::Outputs => &self.outputs,
+        let Table { weights, layers, workspace } = self.table;
+        let layer = layers.get(place)?;
+        let (x_at, y_at) = (super::Matrix::of("x", x_layout)?, super::Matrix::of("y", y_layout)?);
+        let x = x.as_cuda_slice::<T>()?.slice(x_at.start..);
+        let y = y.as_cuda_slice_mut::<T>()?.slice_mut(y_at.start..);
+        let add = || {
+            let x = Matrix::strided(x, x_at.rows, x_at.cols, x_at.row_stride)?;
+            let y = MatrixMut::strided(y, y_at.rows, y_at.cols, y_at.row_stride)?;
+            // A panic leaves scratch memory, whose contents do not matter.
+            let mut workspace = workspace.lock().unwrap_or_else(PoisonError::into_inner);
+            layer.add_delta(&mut weights.step(self.batch(place.rows), &mut workspace)?, x, y)
         };
-        let (Some(step), layer) = (&routed.step, self.layers.get(&id).ok_or_else(|| unknown(id))?) else {
-            bail!("the step's batch was refused")
-        };
-        let stream = self.queue.stream();
-        let is_elsewhere = |storage: &CudaStorage| storage.device().cuda_stream() != *stream;
-        if is_elsewhere(x) || y.iter().any(|(y, _)| is_elsewhere(y)) {
-            bail!("an operand is on another device than the adapters")
-        }
-        let (x, _x_used) = x.as_cuda_slice::<T>()?.device_ptr(stream);
-        let address = |begin: u64, at: &Matrix| begin + (at.start * size_of::<T>()) as u64;
-        let x = MatrixRef::new::<T>(address(x, &x_at), x_at.rows, x_at.cols).row_stride(x_at.row_stride);
-        let (mut outputs, mut used) = (Vec::new(), Vec::new());
-        for (y, layout) in y {
-            let at = Matrix::of("y", layout)?;
-            let (y, y_used) = y.as_cuda_slice_mut::<T>()?.device_ptr_mut(stream);
-            outputs.push(MatrixMut::new::<T>(address(y, &at), at.rows, at.cols).row_stride(at.row_stride));
-            used.push(y_used);
-        }
-        // SAFETY: candle's layouts are within its storage, which is used and freed on this stream only. aril owns the table, workspace
-        // and routing and orders their uses with the stream. The step's routing has been updated, and is not again while the `Step`
-        // that leads here borrows the adapters. x and the outputs are of different storages: all but one are borrowed exclusively.
-        unsafe { layer.add_delta_raw(step, x, outputs.into_iter().collect::<Slices<_>>()) }.map_err(Error::wrap)
+        add().map_err(|error: LaunchError| Error::wrap(error))
     }
 }

@@ -1,18 +1,17 @@
 #![doc = include_str!("../README.md")]
-#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![forbid(unsafe_code)]
 
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod outputs;
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use aril::{
     Slot,
     adapter::{Adapter, SlotImage},
     model::{LinearId, Model},
-    plan::Capacity,
+    plan::{Capacity, PlanError},
     slots::Resident,
 };
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, Tensor, bail};
@@ -111,14 +110,12 @@ impl Adapters {
     /// # Errors
     /// If there are more tokens than the capacity allows, or a slot does not exist. On a GPU also if its stream is being captured.
     pub fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Step<'_>> {
-        for (rows, slots) in [(Rows::Tokens, tokens), (Rows::Outputs, outputs)] {
-            match &mut self.backend {
-                Backend::Cpu(cpu) => cpu.route(rows, slots)?,
-                #[cfg(feature = "cuda")]
-                Backend::Cuda(cuda) => cuda.route(rows, slots)?,
-            }
-        }
-        Ok(Step { adapters: self })
+        let routed = match &mut self.backend {
+            Backend::Cpu(cpu) => Routed::Cpu(cpu.step(tokens, outputs)?),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(cuda) => Routed::Cuda(Box::new(cuda.step(tokens, outputs)?)),
+        };
+        Ok(Step { model: &self.model, routed })
     }
 }
 
@@ -132,21 +129,38 @@ impl Backend {
     }
 }
 
-/// A forward of one batch. It may be shared by threads.
-#[derive(Clone, Copy, Debug)]
+/// A forward of one batch. Threads may share it: operations do not wait for each other on the CPU, and are enqueued one after the other on
+/// a GPU.
+#[derive(Debug)]
 pub struct Step<'a> {
-    adapters: &'a Adapters,
+    model: &'a Model,
+    routed: Routed<'a>,
 }
 
-impl<'a> Step<'a> {
+#[derive(Debug)]
+enum Routed<'a> {
+    Cpu(cpu::Routed<'a>),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<cuda::Routed<'a>>),
+}
+
+impl Step<'_> {
     /// The deltas of the layer `id`, for `y` and `x` with a row for each token of the step.
-    pub fn delta(&self, id: LinearId) -> Delta<'a> {
-        Delta { adapters: self.adapters, id, rows: Rows::Tokens }
+    pub fn delta(&self, id: LinearId) -> Delta<'_> {
+        Delta { step: self, place: Place { id, slice: None, rows: Rows::Tokens } }
     }
 
     /// The same for `y` and `x` with a row for each of the step's `outputs`.
-    pub fn output_delta(&self, id: LinearId) -> Delta<'a> {
-        Delta { adapters: self.adapters, id, rows: Rows::Outputs }
+    pub fn output_delta(&self, id: LinearId) -> Delta<'_> {
+        Delta { step: self, place: Place { id, slice: None, rows: Rows::Outputs } }
+    }
+
+    fn num_rows(&self, rows: Rows) -> usize {
+        match &self.routed {
+            Routed::Cpu(cpu) => cpu.num_rows(rows),
+            #[cfg(feature = "cuda")]
+            Routed::Cuda(cuda) => cuda.num_rows(rows),
+        }
     }
 }
 
@@ -161,8 +175,16 @@ impl<'a> Step<'a> {
 /// Outputs in tensors of their own, one for each slice, are for [`add_to`](Self::add_to).
 #[derive(Clone, Copy, Debug)]
 pub struct Delta<'a> {
-    adapters: &'a Adapters,
+    step: &'a Step<'a>,
+    place: Place,
+}
+
+/// Which outputs of a step an operation adds to.
+#[derive(Clone, Copy, Debug)]
+struct Place {
     id: LinearId,
+    /// All slices, or one.
+    slice: Option<usize>,
     rows: Rows,
 }
 
@@ -174,15 +196,57 @@ enum Rows {
 }
 
 impl Delta<'_> {
-    /// Adds the deltas of all slices of the layer in one operation, to a tensor `[.., out_features]` for each slice, in their order. Each
+    /// Adds the deltas of all slices of the layer to a tensor `[.., out_features]` for each slice, in their order, one after the other. Each
     /// is as `y` is for the in-place operation; their rows may be at different distances. One tensor is the output of all slices.
     ///
     /// # Errors
-    /// As for the in-place operation, also if two of the tensors share a storage: the parts of a wider output go into the in-place operation
-    /// together. All outputs are then unchanged.
+    /// As for the in-place operation. All outputs are then unchanged, unless the driver failed in between.
     pub fn add_to<'t>(&self, y: impl IntoIterator<Item = &'t Tensor>, x: &Tensor) -> Result<()> {
-        outputs::add(self, &y.into_iter().collect::<Vec<_>>(), x)
+        let y: Vec<_> = y.into_iter().collect();
+        match y[..] {
+            [] => bail!("there is no output"),
+            [y] => return y.inplace_op2(x, self),
+            _ => {}
+        }
+        let Some(site) = self.step.model.linear(self.place.id) else { return Err(unknown(self.place.id)) };
+        if y.len() != site.slices().len() {
+            bail!("`y` is {} matrices, but the layer has {} slices", y.len(), site.slices().len())
+        }
+        // Before one of them is changed.
+        for (index, (y, slice)) in y.iter().zip(site.slices()).enumerate() {
+            self.check(&format!("y[{index}]"), y, slice.out_features(), x)?;
+        }
+        // Each has its storage to itself, as in candle's own operations: no two are waited for at once.
+        let of_slice = |slice| Delta { place: Place { slice: Some(slice), ..self.place }, ..*self };
+        y.iter().enumerate().try_for_each(|(slice, y)| y.inplace_op2(x, &of_slice(slice)))
     }
+
+    /// Rejects an output that the operation would reject.
+    fn check(&self, name: &str, y: &Tensor, cols: usize, x: &Tensor) -> Result<()> {
+        if y.dtype() != x.dtype() {
+            bail!("`{name}` is in {:?} and `x` in {:?}", y.dtype(), x.dtype())
+        }
+        if !y.device().same_device(x.device()) {
+            bail!("`{name}` is on {:?} and `x` on {:?}", y.device().location(), x.device().location())
+        }
+        if storage(y) == storage(x) {
+            bail!("`{name}` and `x` share a storage")
+        }
+        let at = Matrix::of(name, y.layout())?;
+        let (got, want) = ([at.rows, at.cols], [self.step.num_rows(self.place.rows), cols]);
+        if got != want {
+            bail!("`{name}` is {got:?}, but must be {want:?}")
+        }
+        if at.row_stride < at.cols {
+            bail!("`{name}` has row stride {}, but {} columns", at.row_stride, at.cols)
+        }
+        Ok(())
+    }
+}
+
+/// The address of a tensor's storage.
+fn storage(tensor: &Tensor) -> usize {
+    std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }
 
 impl InplaceOp2 for Delta<'_> {
@@ -191,12 +255,15 @@ impl InplaceOp2 for Delta<'_> {
     }
 
     fn cpu_fwd(&self, y: &mut CpuStorage, y_layout: &Layout, x: &CpuStorage, x_layout: &Layout) -> Result<()> {
-        self.add_on_cpu(vec![(y, y_layout)], (x, x_layout))
+        #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "the only backend"))]
+        let Routed::Cpu(cpu) = &self.step.routed else { bail!("these adapters are not on the CPU") };
+        cpu.add_delta(self.place, (y, y_layout), (x, x_layout))
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, y: &mut CudaStorage, y_layout: &Layout, x: &CudaStorage, x_layout: &Layout) -> Result<()> {
-        self.add_on_cuda(vec![(y, y_layout)], (x, x_layout))
+        let Routed::Cuda(cuda) = &self.step.routed else { bail!("these adapters are not on a GPU") };
+        cuda.add_delta(self.place, (y, y_layout), (x, x_layout))
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -205,20 +272,27 @@ impl InplaceOp2 for Delta<'_> {
     }
 }
 
-/// The storages of outputs and where the outputs are in them.
-type Outputs<'a, S> = Vec<(&'a mut S, &'a Layout)>;
+/// The operations of the adapted layers: of all slices, followed by those of each.
+#[derive(Debug)]
+struct Layers<L>(BTreeMap<LinearId, Vec<L>>);
 
-impl Delta<'_> {
-    fn add_on_cpu(&self, y: Outputs<'_, CpuStorage>, x: (&CpuStorage, &Layout)) -> Result<()> {
-        #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "the only backend"))]
-        let Backend::Cpu(cpu) = &self.adapters.backend else { bail!("these adapters are not on the CPU") };
-        cpu.add_delta(self.id, self.rows, y, x)
+impl<L> Layers<L> {
+    fn new(
+        ids: &[LinearId],
+        layer: impl Fn(LinearId) -> std::result::Result<L, PlanError>,
+        with_slice: impl Fn(&L, usize) -> Option<L>,
+    ) -> Result<Self> {
+        let layers = ids.iter().map(|&id| {
+            let mut all = vec![layer(id).map_err(Error::wrap)?];
+            all.extend((0..).map_while(|slice| with_slice(&all[0], slice)).collect::<Vec<_>>());
+            Ok((id, all))
+        });
+        Ok(Self(layers.collect::<Result<_>>()?))
     }
 
-    #[cfg(feature = "cuda")]
-    fn add_on_cuda(&self, y: Outputs<'_, CudaStorage>, x: (&CudaStorage, &Layout)) -> Result<()> {
-        let Backend::Cuda(cuda) = &self.adapters.backend else { bail!("these adapters are not on a GPU") };
-        cuda.add_delta(self.id, self.rows, y, x)
+    fn get(&self, Place { id, slice, .. }: Place) -> Result<&L> {
+        let layer = self.0.get(&id).and_then(|layers| layers.get(slice.map_or(0, |slice| slice + 1)));
+        layer.ok_or_else(|| unknown(id))
     }
 }
 
@@ -235,7 +309,7 @@ struct Matrix {
 
 impl Matrix {
     /// The rows of a tensor: all its dimensions but the last.
-    fn of(operand: &'static str, layout: &Layout) -> Result<Self> {
+    fn of(operand: &str, layout: &Layout) -> Result<Self> {
         let (Some((&cols, dims)), Some((&stride, strides))) =
             (layout.dims().split_last(), layout.stride().split_last())
         else {

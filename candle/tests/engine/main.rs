@@ -9,6 +9,7 @@ mod generate;
 mod model;
 mod operation;
 mod sequential;
+mod threads;
 
 /// The device of these tests.
 fn device() -> candle_core::Device {

@@ -154,10 +154,13 @@ fn each_slice_may_have_an_output_of_its_own() {
         assert_eq!(rows(&q), want_q, "{dtype:?}");
         let want_wide = want_v.iter().map(|row| [&[7.0; 3], *row, &[7.0]].concat());
         assert_eq!(rows(&wide), want_wide.collect::<Vec<_>>(), "{dtype:?}");
-        // One output for all slices.
-        let y = sevens(OUT[0] + OUT[1]);
+        // One output for all slices, and its parts.
+        let [y, parts] = [(); 2].map(|()| sevens(OUT[0] + OUT[1]));
         step.delta(id).add_to([&y], &x).unwrap();
         assert_eq!(rows(&y), expected, "{dtype:?}");
+        let [q, v] = [(0, OUT[0]), (OUT[0], OUT[1])].map(|(first, out)| parts.narrow(1, first, out).unwrap());
+        step.delta(id).add_to([&q, &v], &x).unwrap();
+        assert_eq!(rows(&parts), expected, "{dtype:?}");
     }
 }
 
@@ -168,15 +171,16 @@ fn outputs_that_are_not_those_of_the_slices_are_refused() {
     let step = adapters.step(&SLOTS, &[]).unwrap();
     let x = x(DType::F32, &device);
     let tensor = |cols| Tensor::ones((3, cols), DType::F32, &device).unwrap();
-    let (fused, of_x) = (tensor(5), Tensor::cat(&[&x, &tensor(2)], 1).unwrap());
+    let (row, of_x) = (tensor(2).narrow(0, 0, 1).unwrap(), Tensor::cat(&[&x, &tensor(2)], 1).unwrap());
     let part = |tensor: &Tensor, at, cols| tensor.narrow(1, at, cols).unwrap();
     for (y, x, error) in [
         (vec![], &x, "there is no output"),
-        (vec![part(&fused, 0, 3), part(&fused, 3, 2)], &x, "two of `x` and the outputs share a storage"),
-        (vec![tensor(3), part(&of_x, 4, 2)], &part(&of_x, 0, IN), "two of `x` and the outputs share a storage"),
-        (vec![tensor(3), tensor(2).to_dtype(DType::F16).unwrap()], &x, "`y` is in F16 and `x` in F32"),
+        (vec![tensor(3), part(&of_x, 4, 2)], &part(&of_x, 0, IN), "`y[1]` and `x` share a storage"),
+        (vec![tensor(3), tensor(2).to_dtype(DType::F16).unwrap()], &x, "`y[1]` is in F16 and `x` in F32"),
         (vec![tensor(3), tensor(3)], &x, "`y[1]` is [3, 3], but must be [3, 2]"),
-        (vec![tensor(3), tensor(2).t().unwrap()], &x, "the elements of a row of `y` are not adjacent"),
+        (vec![tensor(3), part(&tensor(2), 0, 1).broadcast_as((3, 2)).unwrap()], &x, "a row of `y[1]` are not adjacent"),
+        (vec![tensor(3), tensor(2).t().unwrap()], &x, "the elements of a row of `y[1]` are not adjacent"),
+        (vec![tensor(3), row.broadcast_as((3, 2)).unwrap()], &x, "`y[1]` has row stride 0, but 2 columns"),
         (vec![tensor(3), tensor(1), tensor(1)], &x, "`y` is 3 matrices, but the layer has 2 slices"),
     ] {
         let before: Vec<_> = y.iter().map(|y| y.copy().unwrap()).collect();
