@@ -1,6 +1,7 @@
 //! What a thread does beside replays: loads, and each part of a load.
 
 use std::{
+    path::Path,
     result,
     sync::{
         Arc,
@@ -12,7 +13,7 @@ use std::{
 
 use aril::{
     DType, Slot,
-    adapter::SlotImage,
+    adapter::{Adapter, SlotImage},
     cuda::{AdapterPool, Buffer, Filled, PinnedBuffer, Queue, Staging, WeightTable},
     plan::Capacity,
     pool::{AdapterId, PoolConfig, Source, Tier},
@@ -51,8 +52,8 @@ impl Runs {
     /// The mean time of a run.
     #[expect(clippy::cast_precision_loss, reason = "a mean")]
     pub(crate) fn mean_ms(&self) -> f64 {
-        let busy: f64 = self.runs.iter().map(|[start, end]| (*end - *start).as_secs_f64()).sum();
-        busy * 1e3 / self.runs.len().max(1) as f64
+        let busy: Duration = self.runs.iter().map(|[start, end]| *end - *start).sum();
+        busy.as_secs_f64() * 1e3 / self.runs.len().max(1) as f64
     }
 }
 
@@ -87,6 +88,8 @@ pub(crate) struct Setup<'a> {
     /// An adapter of one decoder layer.
     pub(crate) small: &'a SlotImage<'a>,
     pub(crate) memory: &'a Source,
+    /// Of the adapter.
+    pub(crate) dir: &'a Path,
     pub(crate) disk: &'a Source,
     /// Another stream of the context.
     pub(crate) queue: Queue,
@@ -95,9 +98,16 @@ pub(crate) struct Setup<'a> {
 /// Makes a work before its replays begin.
 pub(crate) type Make = for<'a> fn(&Setup<'a>) -> Result<Option<Work<'a>>>;
 
-pub(crate) const WORKS: [(&str, Make); 22] = [
+pub(crate) const WORKS: [(&str, Make); 24] = [
     ("alone", |_| Ok(None)),
     ("first and later WeightTable::load", |setup| load(setup, None)),
+    ("a directory opened and loaded", |setup| {
+        let (weights, dir) = (setup.weights, setup.dir);
+        work(move || {
+            let adapter = Adapter::open(dir)?;
+            Ok(weights.load(spare(), &adapter.plan(weights.model(), weights.dtype())?).map(drop)?)
+        })
+    }),
     ("WeightTable::load with 4 packers", |setup| load(setup, Some(4))),
     ("reserve, fill, wait and commit", |setup| {
         fill(setup, |weights, parts, filled| {
@@ -150,6 +160,14 @@ pub(crate) const WORKS: [(&str, Make); 22] = [
     ("copies of 1 MiB", |setup| copy(setup, 1 << 20)),
     ("copies of the whole adapter", |setup| copy(setup, setup.image.bytes())),
     ("alone again", |_| Ok(None)),
+    ("fill with a Staging for each load, and commit", |setup| {
+        let (weights, image) = (setup.weights, setup.image);
+        work(move || {
+            let filled = weights.reserve(image)?.fill(image, &mut weights.staging()?)?;
+            filled.wait()?;
+            Ok(weights.commit(spare(), filled).map(drop)?)
+        })
+    }),
     ("Staging: new and drop", |setup| {
         let queue = setup.queue.clone();
         work(move || Ok(Staging::new(&queue).map(drop)?))

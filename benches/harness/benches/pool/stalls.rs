@@ -69,7 +69,8 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize, only: &str, waits: bool) -> Res
     drop(staging);
     let mut captured = Captured::new(gpu, &weights, &linears, slots)?;
     let queue = Queue::new(&gpu.kernels, &gpu.new_stream()?)?;
-    let setup = Setup { weights: &weights, image: &image, small: &small, memory: &memory, disk: &disk, queue };
+    let (memory, disk, dir) = (&memory, &disk, dir.path());
+    let setup = Setup { weights: &weights, image: &image, small: &small, memory, dir, disk, queue };
     let works = WORKS.into_iter().filter(|(name, _)| name.contains(only));
     println!("{replays} replays beside each work; an adapter has {} MB; µs\n", image.bytes() / 1_000_000);
     if waits {

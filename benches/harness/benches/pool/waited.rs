@@ -7,10 +7,16 @@
 //! | step | the time on the host from the update until the replay has ended |
 //! | update, call, wait | its parts on the host: the update, the call that replays, the wait for the stream |
 //! | before, graph | its parts on the device: up to the graph, and the graph |
+//! | late | steps that ended on the host more than 0.1 ms later than on the device, and the most µs |
+//! | queued | the most µs that the system let the host's thread wait for a core in a step, if it says so |
 //! | longest | the longest parts of the runs beside the steps |
 //! | slowest | the two slowest steps, the time since the work began, and the part of a run that most of the step was beside |
 
-use std::time::{Duration, Instant};
+use std::{
+    fs::File,
+    os::unix::fs::FileExt as _,
+    time::{Duration, Instant},
+};
 
 use aril::{
     cuda::{Buffer, Graph, PinnedBuffer, RoutedBatch, WeightTable, Workspace},
@@ -32,6 +38,8 @@ const WARM_UP: usize = 200;
 const MOST: Duration = Duration::from_secs(4);
 /// Parts and steps that a row names.
 const NAMED: usize = 2;
+/// Of a step that ends late on the host, in µs.
+const LATE: f64 = 100.0;
 
 #[derive(Clone, Copy, Debug)]
 enum Routed {
@@ -50,9 +58,9 @@ pub(crate) fn measure(
     let mut host = Host::new(gpu, setup.weights, captured)?;
     host.steps(Routed::Updated, WARM_UP)?;
     println!(
-        "| beside | routed | runs | ms a run | step p50 | p99 | max | update p99 | max | call p99 | max | wait max | before p99 | max | graph p99 | max | longest | slowest |"
+        "| beside | routed | runs | ms a run | step p50 | p99 | max | update p50 | p99 | max | call p50 | p99 | max | before p50 | p99 | max | graph p50 | p99 | max | late | most | queued | longest | slowest |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for (name, make) in works {
         for routed in [Routed::Updated, Routed::Copied, Routed::Once] {
             // One that fails leaves the others.
@@ -86,6 +94,7 @@ struct Timed {
     wait: f64,
     before: f64,
     graph: f64,
+    queued: f64,
 }
 
 impl<'a> Host<'a> {
@@ -98,8 +107,15 @@ impl<'a> Host<'a> {
 
     fn steps(&mut self, routed: Routed, steps: usize) -> Result<Vec<Timed>> {
         let Captured { graph, routing, workspace, slots } = &mut *self.captured;
-        let mut timer =
-            Timer { gpu: self.gpu, weights: self.weights, graph, workspace, events: &self.events, timed: Vec::new() };
+        let mut timer = Timer {
+            gpu: self.gpu,
+            weights: self.weights,
+            graph,
+            workspace,
+            events: &self.events,
+            queued: Queued::new(),
+            timed: Vec::new(),
+        };
         timer.timed.reserve(steps);
         let ((from, to), batch, begin) = (&mut self.slots, Batch::new(slots), Instant::now());
         let once = match routed {
@@ -134,7 +150,32 @@ struct Timer<'a> {
     graph: &'a mut Graph,
     workspace: &'a mut Workspace,
     events: &'a [Event; 3],
+    queued: Queued,
     timed: Vec<Timed>,
+}
+
+/// What Linux says of the time that this thread has waited for a core.
+struct Queued {
+    file: Option<File>,
+    ns: u64,
+}
+
+impl Queued {
+    fn new() -> Self {
+        let mut queued = Self { file: File::open("/proc/thread-self/schedstat").ok(), ns: 0 };
+        queued.us();
+        queued
+    }
+
+    /// The time since the last call, in µs.
+    #[expect(clippy::cast_precision_loss, reason = "a time")]
+    fn us(&mut self) -> f64 {
+        let mut text = [0; 64];
+        let read = self.file.as_ref().and_then(|file| file.read_at(&mut text, 0).ok()).unwrap_or(0);
+        let ns = str::from_utf8(&text[..read]).ok().and_then(|text| text.split(' ').nth(1)?.parse().ok());
+        let before = std::mem::replace(&mut self.ns, ns.unwrap_or(0));
+        self.ns.saturating_sub(before) as f64 / 1e3
+    }
 }
 
 impl Timer<'_> {
@@ -157,7 +198,8 @@ impl Timer<'_> {
         self.gpu.synchronize()?;
         let (step, wait) = (us(start), us(start_wait));
         let (before, graph) = (before.us_until(updated)?, updated.us_until(replayed)?);
-        self.timed.push(Timed { start, step, update, call, wait, before, graph });
+        let queued = self.queued.us();
+        self.timed.push(Timed { start, step, update, call, wait, before, graph, queued });
         Ok(())
     }
 }
@@ -170,10 +212,12 @@ impl Timed {
 
 fn row(name: &str, routed: Routed, timed: &[Timed], beside: &Runs) -> String {
     let of = |us: fn(&Timed) -> f64| percentiles(&timed.iter().map(us).collect::<Vec<_>>());
-    let [p50, p99, most] = of(|timed| timed.step);
-    let [[_, update_p99, update], [_, call_p99, call], [.., wait]] =
-        [of(|timed| timed.update), of(|timed| timed.call), of(|timed| timed.wait)];
-    let [[_, before_p99, before], [_, graph_p99, graph]] = [of(|timed| timed.before), of(|timed| timed.graph)];
+    let times: [fn(&Timed) -> f64; 5] =
+        [|timed| timed.step, |timed| timed.update, |timed| timed.call, |timed| timed.before, |timed| timed.graph];
+    let times = times.map(|us| of(us).map(|us| format!("{us:.1}")).join(" | ")).join(" | ");
+    let late = |timed: &Timed| timed.step - timed.before - timed.graph;
+    let ([.., most_late], [.., queued]) = (of(late), of(|timed| timed.queued));
+    let num_late = timed.iter().filter(|timed| late(timed) > LATE).count();
     let mut slowest: Vec<&Timed> = timed.iter().collect();
     slowest.sort_by(|a, b| b.step.total_cmp(&a.step));
     let slowest: Vec<_> = slowest.iter().take(NAMED).map(|timed| place(timed, beside)).collect();
@@ -181,7 +225,7 @@ fn row(name: &str, routed: Routed, timed: &[Timed], beside: &Runs) -> String {
     longest.sort_by(|(a, _), (b, _)| b.total_cmp(a));
     let longest: Vec<_> = longest.iter().take(NAMED).map(|(ms, name)| format!("{name} {ms:.2} ms")).collect();
     format!(
-        "| {name} | {routed:?} | {} | {:.2} | {p50:.1} | {p99:.1} | {most:.1} | {update_p99:.1} | {update:.1} | {call_p99:.1} | {call:.1} | {wait:.1} | {before_p99:.1} | {before:.1} | {graph_p99:.1} | {graph:.1} | {} | {} |",
+        "| {name} | {routed:?} | {} | {:.2} | {times} | {num_late} | {most_late:.0} | {queued:.0} | {} | {} |",
         beside.runs.len(),
         beside.mean_ms(),
         longest.join(", "),
@@ -191,7 +235,7 @@ fn row(name: &str, routed: Routed, timed: &[Timed], beside: &Runs) -> String {
 
 /// A step's times, and what was beside it.
 fn place(timed: &Timed, beside: &Runs) -> String {
-    let Timed { step, update, call, wait, before, graph, .. } = timed;
+    let Timed { step, update, call, wait, before, graph, queued, .. } = timed;
     let since = beside.runs.first().map_or(0.0, |[first, _]| ms([*first, timed.start]));
     let shared = |span: &Span| {
         let [start, end] = timed.span();
@@ -200,7 +244,7 @@ fn place(timed: &Timed, beside: &Runs) -> String {
     let part = beside.parts.0.iter().max_by_key(|(_, span)| shared(span)).filter(|(_, span)| !shared(span).is_zero());
     let part = part.map_or_else(|| "no part".to_owned(), |(name, span)| format!("{name} of {:.2} ms", ms(*span)));
     format!(
-        "{step:.0} = {update:.0} + {call:.0} + {wait:.0}, device {before:.0} + {graph:.0}, at {since:.1} ms, {part}"
+        "{step:.0} = {update:.0} + {call:.0} + {wait:.0}, device {before:.0} + {graph:.0}, queued {queued:.0}, at {since:.1} ms, {part}"
     )
 }
 
