@@ -19,7 +19,7 @@ const BUFFER_BYTES: usize = 8 << 20;
 const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
 
 /// Copies adapters to the device on a stream that it owns, through two page-locked buffers of 8 MiB: one is filled while the other is
-/// copied. Use one per loader thread.
+/// copied. Use one per loader thread, for all its loads: making or dropping one holds up the driver's calls of all threads for milliseconds.
 #[derive(Debug)]
 pub struct Staging {
     // Declared before the stream: dropping them waits for their copies.

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    Filled, Kept, LaunchError, Queue, Region, Reservation, Staging,
+    Filled, Kept, LaunchError, Queue, Region, Relaxed, Reservation, Staging,
     arena::Arena,
     raw::{self, Descriptor, DeviceRegion},
     staging::Stagings,
@@ -219,7 +219,7 @@ impl WeightTable {
         let [block, staged] = room.blocks();
         let (staged, bytes) = (arena.address(staged), block.bytes());
         let done = self.change_row(&mut blocks, index, |row| {
-            if let Some(written) = room.written() {
+            if let Some(written) = room.written().filter(|written| !is_complete(written)) {
                 queue.stream().wait(written)?;
             }
             // SAFETY: both rows belong to this table and have the same length. The stream orders their uses.
@@ -347,6 +347,11 @@ impl Shared {
         let bytes = self.row_bytes();
         DeviceRegion { ptr: self.table.region().ptr + (index * bytes) as u64, bytes }
     }
+}
+
+fn is_complete(event: &CudaEvent) -> bool {
+    let _relaxed = Relaxed::new();
+    event.is_complete()
 }
 
 /// The bytes of a slot's descriptors.
