@@ -15,9 +15,11 @@ use aril::{
     pool::{PoolConfig, StreamId},
 };
 
+use cudarc::driver::sys::CUgraphInstantiate_flags;
+
 use crate::{
     device::Gpu,
-    model::{Captured, Refused, STREAMS},
+    model::{Beside, Captured, Refused, STREAMS},
 };
 
 pub type Elements = Buffer<f32>;
@@ -95,6 +97,44 @@ pub fn capture(
     }
 }
 
+/// Calls what has nothing to do with the step that is being captured.
+pub fn call_beside(beside: Beside, step: &mut Step<'_>, weights: &WeightTable, routing: &Routing) {
+    let (queue, stream) = (step.queue(), step.queue().stream());
+    match beside {
+        Beside::Nothing => {}
+        Beside::End => assert!(stream.end_capture(CUgraphInstantiate_flags(0)).is_err(), "a capture was stolen"),
+        Beside::Copies => {
+            let (from, mut to) = (stream.clone_htod(&[3.0_f32; 4]).unwrap(), stream.alloc_zeros::<f32>(4).unwrap());
+            stream.memcpy_dtod(&from, &mut to).unwrap();
+            let mut buffer = Buffer::<f32>::zeros(queue, 4).unwrap();
+            queue.copy(&to, &mut buffer).unwrap();
+            let mut values = [0.0; 4];
+            buffer.read(&mut values).unwrap();
+            assert_eq!(values, [3.0; 4]);
+        }
+        Beside::Allocation => {
+            let memory = stream.alloc_zeros::<f32>(4).unwrap();
+            assert_eq!(stream.clone_dtoh(&memory).unwrap(), [0.0; 4]);
+        }
+        Beside::Capture => {
+            let mut workspace = Workspace::new(weights).unwrap();
+            let [from, mut to] = [(); 2].map(|()| Buffer::<f32>::zeros(queue, 4).unwrap());
+            let record = |step: &mut Step<'_>| step.copy(&from, &mut to);
+            drop(weights.capture(routing, 1, &mut workspace, record).unwrap());
+        }
+    }
+}
+
+/// Copies a slice of cudarc's, which was allocated on a stream, with the queue of another.
+pub fn copy(backend: &Backend, of: usize, on: usize) -> Result<(), Error> {
+    let (slice, queue) = (backend.queue(of).stream().clone_htod(&[5.0_f32; 4])?, backend.queue(on));
+    let (mut to, mut values) = (Buffer::<f32>::zeros(queue, 4)?, [0.0; 4]);
+    queue.copy(&slice, &mut to)?;
+    to.read(&mut values)?;
+    assert_eq!(values, [5.0; 4]);
+    Ok(())
+}
+
 pub fn replay(graph: &mut Graph, step: &mut Step<'_>) -> Result<(), Error> {
     graph.replay(step)
 }
@@ -106,6 +146,7 @@ pub fn refused(error: Error) -> Refused {
         // A graph of another stream is also one of another routing.
         LaunchError::OtherGraph { .. } | LaunchError::WrongStream { operand: "the graph" } => Refused::OtherGraph,
         LaunchError::WithoutAdapters => Refused::WithoutAdapters,
+        LaunchError::WrongStream { .. } => Refused::OtherStream,
         error => Refused::Other(error.to_string()),
     }
 }

@@ -226,12 +226,22 @@ impl Device for Machine {
         };
         let layer = LoraLinear::new(table, self.id).unwrap();
         let Lane { routings, workspace, x, y } = &mut lanes[stream];
-        backend::capture(table, &routings[captured.routing], captured, workspace, |step| add_delta(&layer, step, x, y))
-            .map_err(refused)
+        let (routing, weights) = (&routings[captured.routing], table);
+        let record = |step: &mut Step<'_>| {
+            backend::call_beside(captured.beside, step, weights, routing);
+            add_delta(&layer, step, x, y)?;
+            backend::call_beside(captured.beside, step, weights, routing);
+            Ok(())
+        };
+        backend::capture(table, routing, captured, workspace, record).map_err(refused)
     }
 
     fn replay(&mut self, graph: &mut Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
         self.run(of, routing, slots, Work::Replay(graph)).map_err(refused)
+    }
+
+    fn copy(&mut self, of: usize, on: usize) -> Result<(), Refused> {
+        backend::copy(&self.backend, of, on).map_err(refused)
     }
 
     fn step_beside(

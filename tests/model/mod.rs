@@ -96,6 +96,7 @@ pub enum Refused {
     /// The step is of another table, routing or workspace than the graph.
     OtherGraph,
     WithoutAdapters,
+    OtherStream,
     Other(String),
 }
 
@@ -105,6 +106,21 @@ pub struct Captured {
     pub routing: usize,
     pub tokens: usize,
     pub has_adapters: bool,
+    pub beside: Beside,
+}
+
+/// What is called while a step is recorded, beside its operation. It has nothing to do with the graph.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Beside {
+    Nothing,
+    /// The end of a capture of the queue's stream, by cudarc.
+    End,
+    /// Copies, by cudarc and by the queue.
+    Copies,
+    /// An allocation, by cudarc.
+    Allocation,
+    /// Another capture.
+    Capture,
 }
 
 /// A plain table and a pool on a backend.
@@ -138,6 +154,8 @@ pub trait Device {
     fn capture(&mut self, of: Of, captured: Captured) -> Result<Self::Graph, Refused>;
     /// What a step adds whose only operation is a replay.
     fn replay(&mut self, graph: &mut Self::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused>;
+    /// Copies a slice that cudarc has allocated on a stream, on the queue of another.
+    fn copy(&mut self, of: usize, on: usize) -> Result<(), Refused>;
     /// A step of the plain table while another thread loads.
     fn step_beside(
         &mut self,
@@ -205,6 +223,8 @@ pub enum Call {
     Capture(Of, Captured),
     DropGraph(usize),
     Replay(usize, Replay),
+    /// The stream of a slice, and that of the queue.
+    Copy(usize, usize),
 }
 
 /// The step in which a graph is replayed.
@@ -215,7 +235,7 @@ pub struct Replay {
     rows: Vec<Row>,
 }
 
-/// Any calls, up to `most`, with those of graphs if the device has them.
+/// Any calls, up to `most`, with those of graphs and streams if the device has them.
 pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> {
     let table = || prop_oneof![4 => Just(Table::Plain), 2 => Just(Table::Pool)];
     let image = || {
@@ -242,8 +262,17 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         ]
     };
     let routing = || prop_oneof![6 => Just(0_usize), 1 => 1..4_usize];
-    let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8));
-    let captured = captured.prop_map(|(routing, tokens, has_adapters)| Captured { routing, tokens, has_adapters });
+    let beside = prop::sample::select(vec![
+        Beside::Nothing,
+        Beside::Nothing,
+        Beside::End,
+        Beside::Copies,
+        Beside::Allocation,
+        Beside::Capture,
+    ]);
+    let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8), beside);
+    let captured =
+        captured.prop_map(|(routing, tokens, has_adapters, beside)| Captured { routing, tokens, has_adapters, beside });
     let replay = (prop::option::weighted(0.3, (of(), routing())), rows()).prop_map(|(of, rows)| Replay { of, rows });
     let call = prop_oneof![
         3 => (table(), slot(), image()).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
@@ -265,6 +294,7 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         2 => (of(), captured).prop_map(|(of, captured)| Call::Capture(of, captured)),
         1 => (0..GRAPHS).prop_map(Call::DropGraph),
         5 => (0..GRAPHS, replay).prop_map(|(graph, replay)| Call::Replay(graph, replay)),
+        1 => (0..STREAMS, 0..STREAMS).prop_map(|(of, on)| Call::Copy(of, on)),
     ];
     let call = prop_oneof![4 => call, u32::from(has_graphs) => of_graphs];
     prop::collection::vec(call, 1..most)
@@ -461,6 +491,12 @@ impl<D: Device> Expected<D> {
                 Ok(())
             }
             Call::Replay(index, ref replay) => self.replay(index, replay),
+            Call::Copy(of, on) => {
+                let result = self.device.copy(of, on);
+                let is_right = if of == on { result.is_ok() } else { matches!(result, Err(Refused::OtherStream)) };
+                expect!(is_right, "{result:?}");
+                Ok(())
+            }
         }
     }
 
@@ -796,9 +832,13 @@ pub enum Promise {
     EveryStream,
     /// An adapter that is unregistered cannot be leased again.
     Unregisters,
+    /// A graph has the operations of its step, whatever is called beside them.
+    CapturesAlone,
+    /// The memory of a stream is used on no other.
+    OwnStream,
 }
 
-pub const PROMISES: [Promise; 8] = [
+pub const PROMISES: [Promise; 10] = [
     Promise::RefusesSteps,
     Promise::RefusesReplays,
     Promise::OwnRow,
@@ -807,7 +847,15 @@ pub const PROMISES: [Promise; 8] = [
     Promise::Owner,
     Promise::EveryStream,
     Promise::Unregisters,
+    Promise::CapturesAlone,
+    Promise::OwnStream,
 ];
+
+/// The promises of devices without graphs and streams.
+pub fn promises_without_graphs() -> impl Iterator<Item = Promise> {
+    let of_graphs = [Promise::RefusesReplays, Promise::CapturesAlone, Promise::OwnStream];
+    PROMISES.into_iter().filter(move |promise| !of_graphs.contains(promise))
+}
 
 /// A device that breaks a promise.
 pub struct Broken<D> {
@@ -884,7 +932,14 @@ impl<D: Device> Device for Broken<D> {
     }
 
     fn capture(&mut self, of: Of, captured: Captured) -> Result<D::Graph, Refused> {
+        if captured.beside == Beside::End && self.breaks(Promise::CapturesAlone) {
+            return Err(Refused::Other("the capture has ended".to_owned()));
+        }
         self.device.capture(of, captured)
+    }
+
+    fn copy(&mut self, of: usize, on: usize) -> Result<(), Refused> {
+        if self.breaks(Promise::OwnStream) { Ok(()) } else { self.device.copy(of, on) }
     }
 
     fn replay(&mut self, graph: &mut D::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {

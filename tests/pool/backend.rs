@@ -12,7 +12,7 @@ use aril::{
     routing::Batch,
 };
 
-use crate::model::{Captured, Refused};
+use crate::model::{Beside, Captured, Refused};
 
 pub type Elements = Vec<f32>;
 pub type Error = OperandError;
@@ -82,6 +82,12 @@ pub fn capture(
     _: impl FnOnce(&mut Step<'_>) -> Result<(), Error>,
 ) -> Result<Graph, Error> {
     unreachable!("the CPU has no graphs")
+}
+
+pub fn call_beside(_: Beside, _: &mut Step<'_>, _: &WeightTable, _: &Routing) {}
+
+pub fn copy(_: &Backend, _: usize, _: usize) -> Result<(), Error> {
+    unreachable!("the CPU has no streams")
 }
 
 pub fn replay(graph: &mut Graph, _: &mut Step<'_>) -> Result<(), Error> {
