@@ -144,7 +144,7 @@ pub enum OperandError {
         want: usize,
     },
     /// A batch, its routes or a buffer exceeds the size that the layer was planned or memory was allocated for.
-    #[error("{what} is {got}, but must be at most {max}")]
+    #[error("{what} must be at most {max}, not {got}")]
     Capacity {
         /// What is too large.
         what: &'static str,

@@ -115,4 +115,4 @@ pub use dtype::{DType, Element};
 pub use half;
 #[doc(inline)]
 pub use routing::Slot;
-pub use slices::Slices;
+pub use slices::{IntoSlices, Slices};

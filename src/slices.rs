@@ -4,8 +4,8 @@ use crate::model::MAX_SLICES;
 
 /// The outputs of a linear layer: one matrix of all slices, slice after slice, or a matrix of each slice.
 ///
-/// Operations on linear layers take what converts into this: a matrix, an array of matrices, or a collected iterator. Both forms take
-/// one launch and give the same bits. The matrices may be in buffers of their own, with row strides of their own, and cannot overlap.
+/// Operations on linear layers take [what is made into this](IntoSlices): a matrix, an array of matrices, or a collected iterator. Both
+/// forms take one launch and give the same bits. The matrices may be in buffers of their own, with row strides of their own, and cannot overlap.
 ///
 /// ```
 /// use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
@@ -52,15 +52,31 @@ impl<M> FromIterator<M> for Slices<M> {
     }
 }
 
-impl<M> From<M> for Slices<M> {
-    fn from(matrix: M) -> Self {
-        Self::from_iter([matrix])
+/// What an operation of a linear layer takes as [`Slices`]: a matrix, an array of matrices, or `Slices`.
+#[diagnostic::on_unimplemented(
+    message = "`y` is `{Self}`, but must be `{M}`, or one for each slice of the layer",
+    label = "`y` has another type than this operation writes: check its element type against that of `x`"
+)]
+pub trait IntoSlices<M> {
+    /// The matrices.
+    fn into_slices(self) -> Slices<M>;
+}
+
+impl<M> IntoSlices<M> for M {
+    fn into_slices(self) -> Slices<M> {
+        Slices::from_iter([self])
     }
 }
 
-impl<M, const N: usize> From<[M; N]> for Slices<M> {
-    fn from(matrices: [M; N]) -> Self {
-        Self::from_iter(matrices)
+impl<M, const N: usize> IntoSlices<M> for [M; N] {
+    fn into_slices(self) -> Slices<M> {
+        Slices::from_iter(self)
+    }
+}
+
+impl<M> IntoSlices<M> for Slices<M> {
+    fn into_slices(self) -> Slices<M> {
+        self
     }
 }
 

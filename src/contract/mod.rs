@@ -122,7 +122,7 @@ impl StepShape {
         if self.max_rank == 0 {
             return Err(PlanError::Limit { what: "the weights' max_rank", value: 0, max: capacity.max_rank }.into());
         }
-        OperandError::within("the batch's tokens", self.num_tokens, max_tokens)
+        OperandError::within("the batch's tokens for this layer", self.num_tokens, max_tokens)
     }
 }
 
@@ -195,8 +195,8 @@ mod tests {
         };
         assert_eq!([check(1, 1), check(2, 8)], [Ok(()), Ok(())]);
         assert_eq!(check(1, 0).unwrap_err(), "the weights' max_rank is 0, but must be 1 to 8");
-        assert_eq!(check(1, 9).unwrap_err(), "the weights' max_rank is 9, but must be at most 8");
-        assert_eq!(check(3, 8).unwrap_err(), "the weights' num_slots is 3, but must be at most 2");
+        assert_eq!(check(1, 9).unwrap_err(), "the weights' max_rank must be at most 8, not 9");
+        assert_eq!(check(3, 8).unwrap_err(), "the weights' num_slots must be at most 2, not 3");
     }
 
     /// What ranks exchange has the width of the step's table, which may have lower ranks than the layer allows.
@@ -212,7 +212,7 @@ mod tests {
         let x = shape(DType::BF16, 3, 8);
         assert_eq!(layer.check_shrink(step, x, shape(DType::F32, 3, 2)), Ok(()));
         assert!(layer.check_shrink(step, x, shape(DType::F32, 3, 4)).is_err());
-        let y = Slices::from(shape(DType::BF16, 3, 4));
+        let y = Slices::from_iter([shape(DType::BF16, 3, 4)]);
         assert_eq!(layer.check_expand(step, shape(DType::F32, 6, 2), &y), Ok(()));
         assert!(layer.check_expand(step, shape(DType::F32, 6, 4), &y).is_err());
     }

@@ -1,5 +1,5 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
-use crate::{Element, Slices, contract, error::OperandError, model::LinearId, plan::PlanError};
+use crate::{Element, IntoSlices, contract, error::OperandError, model::LinearId, plan::PlanError};
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
 /// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
@@ -102,7 +102,7 @@ impl FullyShardedLinear {
     /// other elements of `y` keep every bit.
     ///
     /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
-    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`]).
+    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`](crate::Slices)).
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
@@ -110,9 +110,9 @@ impl FullyShardedLinear {
         &self,
         step: &Step<'_>,
         v: Matrix<'_, f32>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), OperandError> {
-        let mut y = y.into();
+        let mut y = y.into_slices();
         self.contract.check_expand(step.shape(), v.shape(), &y.map(MatrixMut::shape))?;
         let site = &self.contract.site;
         y.for_rows(site.slices(), &|token, slice, y| {

@@ -1,6 +1,6 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
-    Element, Slices, contract,
+    Element, IntoSlices, Slices, contract,
     error::OperandError,
     model::{LinearId, SliceSite},
     plan::{Device, ForwardPlan},
@@ -60,12 +60,12 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'y, T>>>,
+        y: impl IntoSlices<MatrixMut<'y, T>>,
     ) -> Result<(), OperandError>
     where
         T: 'y,
     {
-        self.run(step, x, y.into(), |_, sum| sum)
+        self.run(step, x, y.into_slices(), |_, sum| sum)
     }
 
     /// Like [`forward`](Self::forward), but adds to `y`.
@@ -76,12 +76,12 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'y, T>>>,
+        y: impl IntoSlices<MatrixMut<'y, T>>,
     ) -> Result<(), OperandError>
     where
         T: 'y,
     {
-        self.run(step, x, y.into(), |y, sum| y.to_f32() + sum)
+        self.run(step, x, y.into_slices(), |y, sum| y.to_f32() + sum)
     }
 
     /// Stores `put(y, sum)` for each element of `y`.

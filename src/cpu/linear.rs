@@ -2,7 +2,7 @@ use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::Parall
 
 use super::{Matrix, MatrixMut, Step, WeightTable, experts::activated};
 use crate::{
-    Element, Slices, contract,
+    Element, IntoSlices, contract,
     error::OperandError,
     model::{Activation, EmbeddingId, LinearId},
     plan::{Device, LinearPlan, PlanError},
@@ -45,9 +45,9 @@ impl LoraLinear {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), OperandError> {
-        let y = y.into();
+        let y = y.into_slices();
         self.contract.check(step.shape(), Some(x.shape()), Some(&y.map(MatrixMut::shape)))?;
         self.shrink(step, x)?.expand(y)
     }
@@ -60,9 +60,9 @@ impl LoraLinear {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), OperandError> {
-        let mut y = y.into();
+        let mut y = y.into_slices();
         self.contract.check(step.shape(), Some(x.shape()), Some(&y.map(MatrixMut::shape)))?;
         let shrunk = self.shrink(step, x)?;
         y.for_rows(self.contract.site.slices(), &|_, _, outputs| outputs.fill(T::default()));
@@ -142,8 +142,8 @@ impl Shrunk<'_, '_> {
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.
-    pub fn expand<'a, T: Element>(self, y: impl Into<Slices<MatrixMut<'a, T>>>) -> Result<(), OperandError> {
-        let (Self { layer, step }, mut y) = (self, y.into());
+    pub fn expand<'a, T: Element>(self, y: impl IntoSlices<MatrixMut<'a, T>>) -> Result<(), OperandError> {
+        let (Self { layer, step }, mut y) = (self, y.into_slices());
         layer.contract.check(step.shape(), None, Some(&y.map(MatrixMut::shape)))?;
         y.for_rows(layer.contract.site.slices(), &|token, slice, y| {
             layer.delta::<T>(step, token, slice, |out, delta| y[out] = T::from_f32(y[out].to_f32() + delta));
@@ -158,10 +158,10 @@ impl Shrunk<'_, '_> {
     #[doc(alias = "silu_and_mul")]
     pub fn silu_mul<'a, T: Element>(
         self,
-        y: impl Into<Slices<Matrix<'a, T>>>,
+        y: impl IntoSlices<Matrix<'a, T>>,
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        let (Self { layer, step }, y) = (self, y.into());
+        let (Self { layer, step }, y) = (self, y.into_slices());
         let features = layer.contract.check_silu_mul(step.shape(), &y.map(Matrix::shape), out.shape())?;
         out.for_rows(&|token, out| {
             let mut sums: Vec<f32> = y.row(token).map(|y| y.to_f32()).collect();

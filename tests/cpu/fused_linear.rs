@@ -282,7 +282,7 @@ fn what_a_gpu_refuses_is_refused() {
     };
     assert_eq!(run(MAX_FORWARD_TOKENS, 8), Ok(()));
     let (got, max) = (MAX_FORWARD_TOKENS + 1, MAX_FORWARD_TOKENS);
-    assert_eq!(run(got, 8), Err(OperandError::Capacity { what: "the batch's tokens", got, max }));
+    assert_eq!(run(got, 8), Err(OperandError::Capacity { what: "the batch's tokens for this layer", got, max }));
     assert_eq!(run(2, 12), Err(rows("x")));
     // The stride of a single row is not used.
     assert_eq!(run(1, 12), Ok(()));

@@ -1,7 +1,7 @@
 //! The CPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, Slices, Slot,
+    Element, IntoSlices as _, Slices, Slot,
     cpu::{FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
     routing::{Batch, TopK},
@@ -24,7 +24,7 @@ fn ys<'a, T: Element>(
     call: Call,
 ) -> Result<Slices<MatrixMut<'a, T>>, OperandError> {
     if call.y_slices.is_empty() {
-        return Ok(to(whole, call.y)?.into());
+        return Ok(to(whole, call.y)?.into_slices());
     }
     parts.iter_mut().zip(call.y_slices).map(|(part, shape)| to(part, *shape)).collect()
 }

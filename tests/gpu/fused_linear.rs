@@ -602,7 +602,14 @@ fn the_raw_door_refuses_by_name() {
     let y_of = |tokens| raw::MatrixMut::new::<bf16>(y.address(), tokens, OUTS);
     let error = run(&tables[0], 65, x_at(0, 65), y_of(65), workspace);
     assert!(
-        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the batch's tokens", got: 65, max: 64 })),
+        matches!(
+            error,
+            LaunchError::Operand(OperandError::Capacity {
+                what: "the batch's tokens for this layer",
+                got: 65,
+                max: 64
+            })
+        ),
         "{error}"
     );
     let error = run(&tables[0], 3, x_at(8, 3), y_of(3), workspace);
@@ -705,7 +712,14 @@ fn the_safe_api_refuses_by_name() {
     };
     let error = run(65, w(0, 65)).unwrap_err();
     assert!(
-        matches!(error, LaunchError::Operand(OperandError::Capacity { what: "the batch's tokens", got: 65, max: 64 })),
+        matches!(
+            error,
+            LaunchError::Operand(OperandError::Capacity {
+                what: "the batch's tokens for this layer",
+                got: 65,
+                max: 64
+            })
+        ),
         "{error}"
     );
     let error = run(3, w(1, 3)).unwrap_err();

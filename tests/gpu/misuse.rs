@@ -103,7 +103,7 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 16,
         what: "a graph is smaller than the batch",
-        error: "is 2, but must be at most 1",
+        error: "the batch's tokens for this graph must be at most 1, not 2",
         make: |world| {
             let mut graph = capture(world, 1)?;
             let batch = world.routing.update(&Batch::new(&[Slot::new(0); 2]))?;
@@ -210,7 +210,7 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 18,
         what: "a graph is longer than its routing",
-        error: "is 4, but must be at most 2",
+        error: "the batch's tokens must be at most 2, not 4",
         make: |world| {
             world.x = world.backend.elements(0, &[1.0; 4 * FEATURES]);
             world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8));

@@ -619,13 +619,13 @@ fn routes_past_what_there_is_room_for_are_refused() {
 
     let mut fewer_tokens = grouping(RouteCapacity::tokens(TOKENS - 1).top_k(2).experts(2));
     let error = fewer_tokens.update(&mut step, top_k()).unwrap_err();
-    let is_of_tokens = |error: &LaunchError| match *error {
+    let is_of_tokens = |error: &LaunchError, limited: &str| match *error {
         LaunchError::Operand(OperandError::Capacity { what, got, max }) => {
-            (what, got, max) == ("the batch's tokens", TOKENS, TOKENS - 1)
+            what == limited && (got, max) == (TOKENS, TOKENS - 1)
         }
         _ => false,
     };
-    assert!(is_of_tokens(&error), "{error}");
+    assert!(is_of_tokens(&error, "the batch's tokens for this grouping"), "{error}");
     let mut fewer_routes = grouping(route_capacity.top_k(1));
     let error = fewer_routes.update(&mut step, top_k()).unwrap_err();
     assert!(
@@ -663,7 +663,7 @@ fn routes_past_what_there_is_room_for_are_refused() {
         let all = fitting_layer.plan().workspace_bytes();
         let fewer_tokens = layer(Capacity::tokens(TOKENS - 1).slots(2).rank(4), id);
         let error = run(&fewer_tokens, &mut routes, all).unwrap_err();
-        assert!(is_of_tokens(&error), "{op:?}: {error}");
+        assert!(is_of_tokens(&error, "the batch's tokens for this layer"), "{op:?}: {error}");
         let error = run(&layer(capacity, of_one_route), &mut routes, all).unwrap_err();
         assert!(
             matches!(

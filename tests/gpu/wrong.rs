@@ -1,7 +1,7 @@
 //! The GPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, Slices, Slot,
+    Element, IntoSlices as _, Slices, Slot,
     cuda::{
         FullyShardedLinear, FusedLinear, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
         MatrixMut, Routing, TopK, Workspace,
@@ -20,11 +20,11 @@ use crate::{
 /// The matrix of all slices, or one of each.
 fn ys<'a, T: Element>(
     call: Call,
-    whole: impl FnOnce() -> Result<MatrixMut<'a, T>, OperandError>,
+    whole: impl FnOnce() -> Result<MatrixMut<'a, T>, LaunchError>,
     parts: &'a mut [Buffer],
-) -> Result<Slices<MatrixMut<'a, T>>, OperandError> {
+) -> Result<Slices<MatrixMut<'a, T>>, LaunchError> {
     if call.y_slices.is_empty() {
-        return Ok(whole()?.into());
+        return Ok(whole()?.into_slices());
     }
     let part = |(part, &[rows, cols, stride]): (&'a mut Buffer, &[usize; 3])| {
         MatrixMut::strided(part.view_mut::<T>(), rows, cols, stride)

@@ -228,7 +228,7 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 7,
         what: "a batch has more tokens than the capacity",
-        error: "the batch's tokens is 3, but must be at most 2",
+        error: "the batch's tokens must be at most 2, not 3",
         make: |world| world.step(&[Slot::BASE; TOKENS + 1]),
     },
     Mistake {

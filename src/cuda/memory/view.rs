@@ -12,7 +12,6 @@ use crate::{
         raw::{self, RawMatrix},
         steps::Operand,
     },
-    error::OperandError,
     extent::Extent,
     model::MAX_SLICES,
 };
@@ -301,21 +300,21 @@ macro_rules! matrix {
             /// A matrix of contiguous rows.
             ///
             /// # Errors
-            /// [`OperandError::Extent`] if `view` has fewer than `rows * cols` elements.
-            pub fn new(view: impl Into<$view<'a, T>>, rows: usize, cols: usize) -> Result<Self, OperandError> {
+            /// [`LaunchError::Operand`] if `view` has fewer than `rows * cols` elements.
+            pub fn new(view: impl Into<$view<'a, T>>, rows: usize, cols: usize) -> Result<Self, LaunchError> {
                 Self::strided(view, rows, cols, cols)
             }
 
             /// A matrix whose rows start `row_stride` elements apart.
             ///
             /// # Errors
-            /// [`OperandError::Extent`] if `view` is too short, or [`OperandError::Overlap`] if `row_stride < cols`.
+            /// [`LaunchError::Operand`] if `view` is too short, or `row_stride < cols`.
             pub fn strided(
                 view: impl Into<$view<'a, T>>,
                 rows: usize,
                 cols: usize,
                 row_stride: usize,
-            ) -> Result<Self, OperandError> {
+            ) -> Result<Self, LaunchError> {
                 let view = view.into();
                 let extent = Extent::new($operand, view.len(), rows, cols, row_stride)?;
                 Ok(Self { view, extent })

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::{
-    DType, Element, Slices, contract,
+    DType, Element, IntoSlices, Slices, contract,
     cuda::{
         Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
         kernels::Operation,
@@ -103,9 +103,9 @@ impl FullyShardedLinear {
         &self,
         step: &Step<'_>,
         mut v: Matrix<'_, f32>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), LaunchError> {
-        let mut y = y.into();
+        let mut y = y.into_slices();
         let shapes = y.shapes();
         let mut args = self.expand_args(&step.raw(), v.shape(), &shapes)?;
         let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join([v.operand_as("v")], y.operands()))?;
@@ -128,9 +128,9 @@ impl FullyShardedLinear {
         &self,
         step: &raw::Step,
         v: raw::MatrixRef,
-        y: impl Into<Slices<raw::MatrixMut>>,
+        y: impl IntoSlices<raw::MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let args = self.expand_args(step, v, &y.into().into())?;
+        let args = self.expand_args(step, v, &y.into_slices().into())?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(ffi::aril_sharded_expand, &args, step.stream) }
     }

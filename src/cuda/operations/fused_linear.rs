@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::{
-    Element, Slices,
+    Element, IntoSlices, Slices,
     cuda::{
         LaunchError, Matrix, MatrixMut, Queue, Step, View, WeightTable,
         memory::Memory,
@@ -109,12 +109,12 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'y, T>>>,
+        y: impl IntoSlices<MatrixMut<'y, T>>,
     ) -> Result<(), LaunchError>
     where
         T: 'y,
     {
-        self.enqueue(false, step, x, y.into())
+        self.enqueue(false, step, x, y.into_slices())
     }
 
     /// Like [`forward`](Self::forward), but adds to `y`.
@@ -125,12 +125,12 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'y, T>>>,
+        y: impl IntoSlices<MatrixMut<'y, T>>,
     ) -> Result<(), LaunchError>
     where
         T: 'y,
     {
-        self.enqueue(true, step, x, y.into())
+        self.enqueue(true, step, x, y.into_slices())
     }
 
     fn enqueue(

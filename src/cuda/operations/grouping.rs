@@ -175,7 +175,7 @@ impl<'a> TopK<'a> {
     ///
     /// # Errors
     /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
-    pub fn new(ids: impl Into<View<'a, i32>>, top_k: usize) -> Result<Self, OperandError> {
+    pub fn new(ids: impl Into<View<'a, i32>>, top_k: usize) -> Result<Self, LaunchError> {
         let ids = ids.into();
         contract::check_top_k(ids.len(), top_k)?;
         Ok(Self { ids, weights: None, rows: None, top_k, weights_on: WeightsOn::Combine, factor: 1.0 })
@@ -185,7 +185,7 @@ impl<'a> TopK<'a> {
     ///
     /// # Errors
     /// [`OperandError::Routes`] if there is not one weight per route.
-    pub fn with_weights(self, weights: impl Into<View<'a, f32>>) -> Result<Self, OperandError> {
+    pub fn with_weights(self, weights: impl Into<View<'a, f32>>) -> Result<Self, LaunchError> {
         let weights = weights.into();
         contract::check_of_routes("weights", weights.len(), self.ids.len())?;
         Ok(Self { weights: Some(weights), ..self })
@@ -197,7 +197,7 @@ impl<'a> TopK<'a> {
     /// # Errors
     /// [`OperandError::Routes`] if there is not one row per route.
     #[doc(alias = "row_of_route")]
-    pub fn with_rows(self, rows: impl Into<View<'a, i32>>) -> Result<Self, OperandError> {
+    pub fn with_rows(self, rows: impl Into<View<'a, i32>>) -> Result<Self, LaunchError> {
         let rows = rows.into();
         contract::check_of_routes("rows", rows.len(), self.ids.len())?;
         Ok(Self { rows: Some(rows), ..self })

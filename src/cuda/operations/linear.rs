@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use crate::{
-    DType, Element, Slices, contract,
+    DType, Element, IntoSlices, Slices, contract,
     cuda::{
         Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
         kernels::Operation,
@@ -84,9 +84,9 @@ impl LoraLinear {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y.into()))
+        self.enqueue(ffi::aril_linear, Kind::Adds, step, Some(x), Some(y.into_slices()))
     }
 
     /// [`add_delta`](Self::add_delta) on memory that the engine owns.
@@ -116,9 +116,9 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: raw::MatrixRef,
-        y: impl Into<Slices<raw::MatrixMut>>,
+        y: impl IntoSlices<raw::MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let launch = self.launch(step, Some(x), Some(&y.into().into()))?;
+        let launch = self.launch(step, Some(x), Some(&y.into_slices().into()))?;
         // SAFETY: the caller's obligations.
         unsafe { self.run(ffi::aril_linear, &launch, step.stream) }
     }
@@ -133,9 +133,9 @@ impl LoraLinear {
         &self,
         step: &mut Step<'_>,
         x: Matrix<'_, T>,
-        y: impl Into<Slices<MatrixMut<'a, T>>>,
+        y: impl IntoSlices<MatrixMut<'a, T>>,
     ) -> Result<(), LaunchError> {
-        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y.into()))
+        self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y.into_slices()))
     }
 
     /// [`write_delta`](Self::write_delta) on memory that the engine owns. With a captured batch, rows beyond the last update are
@@ -150,9 +150,9 @@ impl LoraLinear {
         &self,
         step: &raw::Step,
         x: raw::MatrixRef,
-        y: impl Into<Slices<raw::MatrixMut>>,
+        y: impl IntoSlices<raw::MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let mut launch = self.launch(step, Some(x), Some(&y.into().into()))?;
+        let mut launch = self.launch(step, Some(x), Some(&y.into_slices().into()))?;
         launch.args.overwrites = 1;
         // SAFETY: the caller's obligations.
         unsafe { self.run(ffi::aril_linear, &launch, step.stream) }
@@ -196,8 +196,8 @@ impl LoraLinear {
     ///
     /// # Safety
     /// As for `add_delta_raw`. The `shrink_raw` is ordered before it.
-    pub unsafe fn expand_raw(&self, step: &raw::Step, y: impl Into<Slices<raw::MatrixMut>>) -> Result<(), LaunchError> {
-        let launch = self.launch(step, None, Some(&y.into().into()))?;
+    pub unsafe fn expand_raw(&self, step: &raw::Step, y: impl IntoSlices<raw::MatrixMut>) -> Result<(), LaunchError> {
+        let launch = self.launch(step, None, Some(&y.into_slices().into()))?;
         // SAFETY: the caller's obligations.
         unsafe { self.run(ffi::aril_linear_expand, &launch, step.stream) }
     }
@@ -214,10 +214,10 @@ impl LoraLinear {
     pub unsafe fn silu_mul_raw(
         &self,
         step: &raw::Step,
-        y: impl Into<Slices<raw::MatrixRef>>,
+        y: impl IntoSlices<raw::MatrixRef>,
         out: raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let launch = self.silu_mul_launch(step, &y.into().into(), out)?;
+        let launch = self.silu_mul_launch(step, &y.into_slices().into(), out)?;
         // SAFETY: the caller's obligations.
         unsafe { self.run_silu_mul(&launch, step.stream) }
     }
@@ -460,8 +460,8 @@ impl Shrunk<'_, '_> {
     ///
     /// # Errors
     /// As for `add_delta`.
-    pub fn expand<'a, T: Element>(self, y: impl Into<Slices<MatrixMut<'a, T>>>) -> Result<(), LaunchError> {
-        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y.into()))
+    pub fn expand<'a, T: Element>(self, y: impl IntoSlices<MatrixMut<'a, T>>) -> Result<(), LaunchError> {
+        self.layer.enqueue(ffi::aril_linear_expand, Kind::Half, self.step, None, Some(y.into_slices()))
     }
 
     #[doc = doc_of!(linear_silu_mul)]
@@ -474,10 +474,10 @@ impl Shrunk<'_, '_> {
     #[doc(alias = "silu_and_mul")]
     pub fn silu_mul<'a, T: Element>(
         self,
-        y: impl Into<Slices<Matrix<'a, T>>>,
+        y: impl IntoSlices<Matrix<'a, T>>,
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        let (Self { layer, step }, mut y) = (self, y.into());
+        let (Self { layer, step }, mut y) = (self, y.into_slices());
         let shapes = y.shapes();
         let mut launch = layer.silu_mul_launch(&step.raw(), &shapes, out.shape())?;
         let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join(y.operands(), [out.operand_as("out")]))?;

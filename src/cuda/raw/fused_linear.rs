@@ -5,7 +5,7 @@ use super::{
     step::Step,
 };
 use crate::{
-    DType, Slices, contract,
+    DType, IntoSlices, Slices, contract,
     cuda::{Kernels, kernels::check},
     error::{LaunchError, OperandError},
     ffi,
@@ -117,13 +117,8 @@ impl FusedLinear {
     /// # Safety
     /// As for [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw). Its requirements on the adapters' weights, including their
     /// order, also hold for W and the bias, because kernels fetch both before they wait for their predecessors.
-    pub unsafe fn forward(
-        &self,
-        step: &Step,
-        x: MatrixRef,
-        y: impl Into<Slices<MatrixMut>>,
-    ) -> Result<(), LaunchError> {
-        let args = self.args(step, x, &y.into().into())?;
+    pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: impl IntoSlices<MatrixMut>) -> Result<(), LaunchError> {
+        let args = self.args(step, x, &y.into_slices().into())?;
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }
     }
@@ -139,9 +134,9 @@ impl FusedLinear {
         &self,
         step: &Step,
         x: MatrixRef,
-        y: impl Into<Slices<MatrixMut>>,
+        y: impl IntoSlices<MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, x, &y.into().into())?;
+        let args = self.args(step, x, &y.into_slices().into())?;
         let args = ffi::aril_forward_args { accumulates: 1, ..args };
         // SAFETY: the caller's obligations.
         unsafe { self.launch(&args, step.stream) }

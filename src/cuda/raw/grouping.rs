@@ -234,7 +234,7 @@ impl TopK {
         capacity: RouteCapacity,
     ) -> Result<ffi::aril_top_k, LaunchError> {
         let RouteCapacity { max_tokens, top_k: max_top_k, num_experts } = capacity;
-        OperandError::within("the batch's tokens", batch.num_tokens, max_tokens)?;
+        OperandError::within("the batch's tokens for this grouping", batch.num_tokens, max_tokens)?;
         OperandError::within("the routes of a token", self.top_k, max_top_k)?;
         if self.top_k == 0 {
             return Err(OperandError::TopK { ids: 0, top_k: 0 }.into());

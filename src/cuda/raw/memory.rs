@@ -225,7 +225,10 @@ pub(in crate::cuda) fn dtype_code(dtype: DType) -> i32 {
 #[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
-    use crate::model::{Linear, ModelSpec, Parallel, TpRank};
+    use crate::{
+        IntoSlices as _,
+        model::{Linear, ModelSpec, Parallel, TpRank},
+    };
 
     /// Outputs that have been checked are those that kernels get: of an iterator that has more behind its end, neither has it.
     #[test]
@@ -238,8 +241,8 @@ mod tests {
             Slices::<RawMatrix>::from(*y).places(slices).map(|place| place.first as u64)[..3].to_vec()
         };
         let [q, k] = [(0x1000, 64), (0x2000, 32)].map(|(at, cols)| MatrixMut::new::<f32>(at, 2, cols));
-        assert_eq!(places(&MatrixMut::new::<f32>(0x1000, 2, 96).into()), [0x1000, 0x1000 + 64 * 4, 0]);
-        assert_eq!(places(&[q, k].into()), [0x1000, 0x2000, 0]);
+        assert_eq!(places(&MatrixMut::new::<f32>(0x1000, 2, 96).into_slices()), [0x1000, 0x1000 + 64 * 4, 0]);
+        assert_eq!(places(&[q, k].into_slices()), [0x1000, 0x2000, 0]);
         let mut rest = [Some(q), None, Some(k)].into_iter();
         let y: Slices<_> = std::iter::from_fn(|| rest.next().flatten()).collect();
         assert_eq!(y.len(), 1);

@@ -208,7 +208,7 @@ impl Step {
                 return Err(LaunchError::OtherGraph { what });
             }
         }
-        Ok(OperandError::within("the number of tokens of a replay", step.batch.num_tokens, self.batch.num_tokens)?)
+        Ok(OperandError::within("the batch's tokens for this graph", step.batch.num_tokens, self.batch.num_tokens)?)
     }
 
     /// What the operations are checked against.
