@@ -520,6 +520,49 @@ fn a_slice_is_an_operand_of_its_own_stream_alone() {
     assert_eq!(setup.added(), [4.0; TOKENS]);
 }
 
+/// The capture of another stream does not reach the queue through the events of cudarc's memory, for which the queue's stream would wait.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_foreign_capture_does_not_spread_by_events() {
+    const CALLS: usize = 4;
+    let mut setup = Setup::new(1, 64, 1 << 20);
+    setup.load(0, 2, 4.0).unwrap();
+    let Setup { gpu, weights, layers, routing, workspace, .. } = &mut setup;
+    // Their events are not recorded before the context has a stream of `new_stream`: the capture need not wait for them.
+    let slice = |len: usize| gpu.stream.clone_htod(&vec![1.0_f32; len]).unwrap();
+    let (from, ids) = (slice(TOKENS * 64), gpu.stream.alloc_zeros::<i32>(TOKENS).unwrap());
+    let mut captured = [(); CALLS].map(|()| (slice(TOKENS * 64), slice(TOKENS)));
+    let mut buffer = Buffer::<f32>::zeros(&gpu.queue, TOKENS * 64).unwrap();
+    let mut other_routing = Routing::new(&gpu.queue, weights.capacity(), 2).unwrap();
+    gpu.synchronize();
+    let foreign = gpu.context.new_stream().unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let mut step = weights.step(&batch, workspace).unwrap();
+    for (call, (to, scales)) in captured.iter_mut().enumerate() {
+        foreign.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+        foreign.memset_zeros(to).unwrap();
+        foreign.memset_zeros(scales).unwrap();
+        let (to, scales) = (&*to, &*scales);
+        let result = match call {
+            0 => gpu.queue.copy(to, &mut buffer),
+            1 => step.copy(to, &mut buffer),
+            2 => MatrixMut::new(&mut buffer, TOKENS, 64)
+                .and_then(|y| layers[0].add_delta(&mut step, Matrix::new(to, TOKENS, 64)?, y)),
+            _ => other_routing.update_on_device(&ids, Some(scales.into())).map(drop),
+        };
+        // Fails if the queue's stream, which has become a part of the capture, does not end in it.
+        drop(foreign.end_capture(FLAGS));
+        assert!(matches!(result, Err(LaunchError::Capturing)), "{call}: {result:?}");
+        assert_eq!(gpu.stream.capture_status().unwrap(), CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE);
+    }
+    step.copy(&from, &mut buffer).unwrap();
+    let mut values = vec![f32::NAN; buffer.len()];
+    buffer.read(&mut values).unwrap();
+    assert!(values.iter().all(|&value| value == 1.0), "{values:?}");
+    // To free them, cudarc would wait for events of captures that are gone.
+    std::mem::forget(captured);
+}
+
 /// Parts of a view have its elements, and end with it.
 #[test]
 #[ignore = "needs a GPU"]

@@ -67,7 +67,8 @@ impl WeightTable {
         }
         // The stream is not being captured.
         queue.prepare()?;
-        let used: Vec<_> = views.iter_mut().map(|[a, b]| [a.on(queue), b.on(queue)]).collect();
+        let used = views.iter_mut().map(|[a, b]| Ok([a.on(queue)?, b.on(queue)?]));
+        let used = used.collect::<Result<Vec<_>, LaunchError>>()?;
         let raw: Vec<_> = factors
             .iter()
             .zip(&used)

@@ -202,8 +202,8 @@ impl Queue {
         to.check_queue("to", self)?;
         self.prepare()?;
         let bytes = from.len() * size_of::<T>();
-        let (source, _source_guard) = from.on(self);
-        let (target, _target_guard) = to.on(self);
+        let (source, _source_guard) = from.on(self)?;
+        let (target, _target_guard) = to.on(self)?;
         // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both belong to this stream,
         // in whose order they are used and freed.
         Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)

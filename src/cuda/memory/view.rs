@@ -207,6 +207,9 @@ impl<T> ViewMut<'_, T> {
     }
 }
 
+/// An address, and the guard of cudarc's memory.
+pub(in crate::cuda) type Placed<'s> = (u64, Option<SyncOnDrop<'s>>);
+
 /// Device memory that operations use.
 pub(in crate::cuda) trait Memory {
     /// Rejects memory of another context or stream. In a captured step, also rejects borrowed memory.
@@ -216,8 +219,9 @@ pub(in crate::cuda) trait Memory {
     fn kept(&self) -> Option<Kept>;
 
     /// The address, for use on the queue's stream. Of cudarc's memory, that stream waits for what cudarc's events have of other streams,
-    /// and later uses by cudarc wait for this one if the guard is dropped after the launch is enqueued.
-    fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>);
+    /// and later uses by cudarc wait for this one if the guard is dropped after the launch is enqueued. Such an event may be one of a
+    /// capture of another stream, of which the wait makes the queue's stream a part: then this is refused.
+    fn on<'s>(&'s mut self, queue: &'s Queue) -> Result<Placed<'s>, LaunchError>;
 }
 
 macro_rules! view {
@@ -263,13 +267,14 @@ macro_rules! memory {
                 }
             }
 
-            fn on<'s>(&'s mut self, queue: &'s Queue) -> (u64, Option<SyncOnDrop<'s>>) {
+            fn on<'s>(&'s mut self, queue: &'s Queue) -> Result<Placed<'s>, LaunchError> {
                 match $($borrow)+ self.0 {
                     Source::Borrowed(view) => {
                         let (ptr, guard) = view.$device_ptr(queue.stream());
-                        (ptr, Some(guard))
+                        queue.prepare()?;
+                        Ok((ptr, Some(guard)))
                     }
-                    Source::Kept(part, _) => (part.ptr(), None),
+                    Source::Kept(part, _) => Ok((part.ptr(), None)),
                 }
             }
         }

@@ -71,7 +71,8 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         queue.prepare()?;
         let slices: Vec<_> = slices.into_iter().collect();
         slices.iter().try_for_each(|w| w.view().check_queue("W", queue))?;
-        let addressed: Vec<_> = slices.iter().map(|w| w.at(w.view().on(queue).0)).collect();
+        let addressed = slices.iter().map(|w| Ok(w.at(w.view().on(queue)?.0)));
+        let addressed = addressed.collect::<Result<Vec<_>, LaunchError>>()?;
         let (kernels, model) = (queue.kernels(), weights.model());
         let raw = raw::FusedLinear::new(kernels, model, id, weights.dtype(), weights.capacity(), &addressed)?;
         wait_for(queue)?;
@@ -87,7 +88,7 @@ impl<'a, T: Element> FusedLinear<'a, T> {
         self.raw.check_bias(bias.len())?;
         bias.check_queue("bias", queue)?;
         queue.prepare()?;
-        let address = (&bias).on(queue).0;
+        let address = (&bias).on(queue)?.0;
         wait_for(queue)?;
         Ok(Self { raw: self.raw.with_bias(address), bias: Some(bias), created: Moment::now(), ..self })
     }

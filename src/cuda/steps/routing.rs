@@ -112,8 +112,8 @@ impl Routing {
             }
         }
         queue.prepare()?;
-        let (slots, _slots_guard) = token_slots.on(&queue);
-        let (scales, _scales_guard) = token_scales.as_mut().map(|scales| scales.on(&queue)).unzip();
+        let (slots, _slots_guard) = token_slots.on(&queue)?;
+        let (scales, _scales_guard) = token_scales.as_mut().map(|scales| scales.on(&queue)).transpose()?.unzip();
         // SAFETY: both have `num_tokens` elements. All of the memory belongs to this stream.
         let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         self.slots.clear();

@@ -226,7 +226,10 @@ impl<const N: usize> Checked<'_, '_, N> {
     ) -> Result<R, LaunchError> {
         let queue = &self.step.queue;
         self.step.keep(self.operands.iter().map(|operand| operand.as_ref().and_then(|(_, memory)| memory.kept())));
-        let placed = self.operands.each_mut().map(|operand| operand.as_mut().map(|(_, memory)| memory.on(queue)));
+        let mut placed = [const { None }; N];
+        for (place, operand) in placed.iter_mut().zip(&mut self.operands) {
+            *place = operand.as_mut().map(|(_, memory)| memory.on(queue)).transpose()?;
+        }
         launch(placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address)), self.step.raw.stream)
     }
 }
