@@ -11,7 +11,7 @@ use crate::{
     for_dtype,
 };
 use aril::{
-    DType, Element, Slices, Slot,
+    DType, Element, IntoSlices as _, Slices, Slot,
     adapter::{Adapter, AdapterError},
     cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
@@ -61,7 +61,7 @@ impl Subject<Dense> for Cpu {
                     for (slice, y) in
                         outputs.each(&mut buffers, |buffer, at| matrix_mut(buffer, at)).into_iter().enumerate()
                     {
-                        run(&layer.with_slice(slice).unwrap(), y.into());
+                        run(&layer.with_slice(slice).unwrap(), y.into_slices());
                     }
                     assert!(layer.with_slice(case.slices().len()).is_none());
                 } else {

@@ -1,7 +1,7 @@
 //! The kernels against the reference, through the safe and the raw API.
 
 use aril::{
-    DType, Element, Slices, Slot,
+    DType, Element, IntoSlices as _, Slices, Slot,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw},
     model::Model,
@@ -88,7 +88,7 @@ impl Safe<'_> {
                 };
                 if one_by_one {
                     for (slice, y) in outputs.each(&mut views, matrix_mut).into_iter().enumerate() {
-                        run(&layer.with_slice(slice).unwrap(), y.into());
+                        run(&layer.with_slice(slice).unwrap(), y.into_slices());
                     }
                 } else {
                     run(&layer, outputs.matrices(&mut views, matrix_mut));

@@ -295,7 +295,7 @@ impl LoraLinear {
             v: outs.wrapping_byte_add(first * plan.dtype().bytes()),
             v_stride,
             out_features: out_features(site.slices())?,
-            y: Slices::from(y).places(site.slices()),
+            y: y.into_slices().places(site.slices()),
         })
     }
 
