@@ -3,7 +3,12 @@
 //! Invariant: the memory is given back with an event behind its last copy, or after the copies have run. That holds on every path:
 //! after a success, an error, a panic of the code between two copies, and a drop at any point.
 
-use std::{fmt, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use crate::blocks::Block;
 
@@ -137,15 +142,39 @@ impl<S: CopyStream, A: Arena<S::Event>> Drop for Room<S, A> {
     }
 }
 
+/// The parts of a memory that somebody has. No two of them overlap.
+#[derive(Debug, Default)]
+pub(crate) struct Lent(Mutex<BTreeMap<usize, usize>>);
+
+impl Lent {
+    /// Takes note that somebody has a part, of some bytes. Does nothing and returns `false` if somebody has some of it.
+    pub(crate) fn lend(&self, part: &Range<usize>) -> bool {
+        let mut ends = self.ends();
+        let is_free = ends.range(..part.end).next_back().is_none_or(|(_, end)| *end <= part.start);
+        if is_free {
+            ends.insert(part.start, part.end);
+        }
+        is_free
+    }
+
+    /// Takes note that nobody has a part any more.
+    pub(crate) fn give_back(&self, part: &Range<usize>) {
+        self.ends().remove(&part.start);
+    }
+
+    /// The ends of the parts, by their starts.
+    fn ends(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
+        // A panic cannot leave the map half-changed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 #[cfg(test)]
 #[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use std::{
         panic::{AssertUnwindSafe, catch_unwind},
-        sync::{
-            Mutex,
-            atomic::{AtomicUsize, Ordering},
-        },
+        sync::atomic::{AtomicUsize, Ordering},
     };
 
     use super::*;
@@ -266,6 +295,29 @@ mod tests {
         assert_eq!(arena.free.lock().unwrap().usage().used, 768);
         arena.give_back(of_slot, Some(Arc::new(Recorded::new(2))));
         assert_eq!(arena.free.lock().unwrap().usage().used, 0);
+    }
+
+    /// Of a small memory, any two parts, and then any one beside the second.
+    #[test]
+    fn no_byte_is_lent_twice() {
+        let parts = || (0..6).flat_map(|start| (start + 1..=6).map(move |end| start..end));
+        let are_apart = |a: &Range<usize>, b: &Range<usize>| a.end <= b.start || b.end <= a.start;
+        for first in parts() {
+            for second in parts() {
+                let lent = Lent::default();
+                assert!(lent.lend(&first));
+                let has_second = lent.lend(&second);
+                assert_eq!(has_second, are_apart(&first, &second), "{second:?} beside {first:?}");
+                lent.give_back(&first);
+                for third in parts() {
+                    let is_free = !has_second || are_apart(&second, &third);
+                    assert_eq!(lent.lend(&third), is_free, "{third:?} beside {second:?}");
+                    if is_free {
+                        lent.give_back(&third);
+                    }
+                }
+            }
+        }
     }
 
     /// Copies that have ended are not ended again: a second event would be behind the copies of others.

@@ -5,6 +5,8 @@
 //! A message is whole: it has the text of its cause, which the fields of the variant hold. So [`source`](std::error::Error::source)
 //! returns `None`, and a report of the chain shows no text twice.
 
+use std::any::Any;
+
 #[cfg(feature = "cuda")]
 mod launch;
 
@@ -14,6 +16,16 @@ pub use self::launch::LaunchError;
 use crate::{
     DType, Slot, adapter::AdapterError, group::GroupError, model::Activation, plan::PlanError, pool::StreamId,
 };
+
+/// The message of a panic that was caught. A payload without one is not dropped, because that could panic, too.
+pub(crate) fn panic_message(payload: Box<dyn Any + Send>) -> String {
+    let text = payload.downcast::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|payload| payload.downcast::<String>().map(|text| *text));
+    text.unwrap_or_else(|payload| {
+        std::mem::forget(payload);
+        String::new()
+    })
+}
 
 /// A failed load. The slot and the table are unchanged.
 #[derive(Debug, thiserror::Error)]

@@ -91,6 +91,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda;
+mod digest;
 mod dtype;
 pub mod error;
 mod extent;

@@ -18,6 +18,7 @@ use super::{
     names,
     pattern::{Anchor, Failure, MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK, Pattern, Work, plain},
 };
+use crate::digest;
 
 /// File name of the configuration in an adapter's directory.
 pub(super) const FILE: &str = "adapter_config.json";
@@ -25,6 +26,8 @@ pub(super) const FILE: &str = "adapter_config.json";
 /// The parts of the configuration that the tensors do not determine.
 #[derive(Debug)]
 pub(super) struct Config {
+    /// Of the text.
+    pub(super) digest: u64,
     alpha: f64,
     alpha_pattern: Keys<f64>,
     rank: Option<usize>,
@@ -126,6 +129,7 @@ impl Config {
         let number = |alpha: &Value, field: &str| finite(field, alpha);
         let rank = |rank: &Value, field: &str| positive(field, rank);
         let config = Self {
+            digest: digest::of_bytes(text.as_bytes()),
             alpha: finite("lora_alpha", required("lora_alpha")?)?,
             alpha_pattern: Keys::parse(ALPHA_PATTERN, field(ALPHA_PATTERN), &order.alpha_pattern, number)?,
             rank: field("r").map(|value| positive("r", value)).transpose()?,

@@ -74,13 +74,13 @@ impl Directory {
         Ok((directory, parsed))
     }
 
-    /// Calls `pack` with the image. Rejects files that are not those that were checked, or are modified meanwhile.
-    pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
+    /// Calls `read` with the adapter and its image. Rejects files that are not those that were checked, or are modified meanwhile.
+    pub(crate) fn read<R>(&self, read: impl FnOnce(&Planned) -> Result<R, LoadError>) -> Result<R, LoadError> {
         let parsed = self.parsed()?;
         self.keep(&parsed);
-        let packed = pack(parsed.image());
+        let read = read(&parsed.planned);
         parsed.files.iter().try_for_each(Opened::check)?;
-        packed
+        read
     }
 
     /// The adapter of the files that were checked. Each of its weights is read when it is written.
@@ -287,17 +287,18 @@ mod tests {
         let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F64, shape, &values).unwrap();
         let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
         safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
-        let write = |image: &SlotImage<'_>| {
+        let write = |planned: &Planned| {
+            let image = planned.image();
             let mut block = vec![0; image.bytes()];
             image.write_to(&mut block)?;
             Ok(block)
         };
-        let (whole, at_once) = (open(dir.path()), Adapter::open(dir.path()).unwrap());
+        let (whole, at_once) = (open(dir.path()), Arc::new(Adapter::open(dir.path()).unwrap()));
         let packed = whole.read(write).unwrap();
         for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
             let (directory, _) = whole.shard(&model(rank)).unwrap();
-            let image = at_once.plan(&model(rank), DType::F32).unwrap();
-            assert_eq!(directory.read(write).unwrap(), write(&image).unwrap());
+            let at_once = Planned::new(Arc::clone(&at_once), &model(rank), DType::F32).unwrap();
+            assert_eq!(directory.read(write).unwrap(), write(&at_once).unwrap());
             // Each has a plan of its own.
             assert_eq!(whole.read(write).unwrap(), packed);
         }

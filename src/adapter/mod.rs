@@ -80,6 +80,7 @@ mod error;
 mod escaped;
 mod experts;
 mod files;
+mod fingerprint;
 mod image;
 pub mod layout;
 mod module;

@@ -124,7 +124,7 @@ impl Tensor {
     }
 
     /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
-    fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
+    pub(super) fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
         let (stored, widths) = match &self.place {
             Place::Memory(storage) => {
                 // Its owner may have fewer bytes now.

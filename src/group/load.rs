@@ -37,6 +37,7 @@ pub struct Group<R, T> {
 #[must_use]
 pub struct Prepared<T: Table> {
     slot: Slot,
+    fingerprint: u64,
     filled: T::Filled,
 }
 
@@ -88,6 +89,11 @@ impl<R: Ranks, T: Table> Group<R, T> {
                 return Err(GroupError::NoFreeSlot);
             };
             // Each round raises `first`, until all ranks have the same slot or one has none.
+            let lower: Vec<_> = (0..free.len()).filter(|&rank| free[rank] < first).collect();
+            if !lower.is_empty() {
+                let reason = format!("a slot below {first}, from which on all were asked for one");
+                return Err(self.broken.insert(ChannelError { ranks: lower, reason }).clone().into());
+            }
             first = free.iter().fold(first, |first, &free| first.max(free));
             if free.iter().all(|&free| free == first) {
                 return Ok(Slot::new(first));
@@ -137,7 +143,9 @@ impl<R: Ranks, T: Table> Group<R, T> {
         let verdicts = verdicts?;
         let failures = failures(&verdicts);
         match own {
-            Ok(filled) if verdicts.iter().all(|verdict| *verdict == ready) => Ok(Prepared { slot, filled }),
+            Ok(filled) if verdicts.iter().all(|verdict| *verdict == ready) => {
+                Ok(Prepared { slot, fingerprint, filled })
+            }
             own if !failures.is_empty() => Err(GroupError::Refused { failures, own: own.err().map(Box::new) }),
             _ => Err(disagreement(&verdicts)),
         }
@@ -147,7 +155,8 @@ impl<R: Ranks, T: Table> Group<R, T> {
     /// steps and on the thread that steps.
     ///
     /// # Errors
-    /// [`GroupError::Torn`] if a rank did not commit, or [`GroupError::Channel`] if the group was broken before.
+    /// [`GroupError::Torn`] if a rank did not commit, or another adapter or to another slot, or [`GroupError::Channel`] if the group was
+    /// broken before.
     ///
     /// # Panics
     /// If the table panics. The other ranks get [`GroupError::Torn`].
@@ -155,15 +164,16 @@ impl<R: Ranks, T: Table> Group<R, T> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone().into());
         }
-        let Prepared { slot, filled } = prepared;
+        let Prepared { slot, fingerprint, filled } = prepared;
         let own = attempt(|| self.table.commit(slot, filled));
-        let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit, false), |_| Verdict::Committed);
+        let committed = Verdict::committed(slot, fingerprint);
+        let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit, false), |_| committed.clone());
         let (verdicts, channel) = match self.exchange(&verdict) {
             Ok(verdicts) => (verdicts, None),
             Err(error) => (Vec::new(), Some(error)),
         };
         if let (Ok(resident), None) = (&own, &channel)
-            && verdicts.iter().all(|verdict| *verdict == Verdict::Committed)
+            && verdicts.iter().all(|verdict| *verdict == committed)
         {
             return Ok(*resident);
         }
@@ -171,10 +181,13 @@ impl<R: Ranks, T: Table> Group<R, T> {
         if let Err(Failure::Panic(payload)) = own {
             panic::resume_unwind(payload);
         }
-        let failures = match &channel {
-            None => verdicts.iter().enumerate().filter_map(|(rank, verdict)| not_committed(rank, verdict)).collect(),
-            Some(_) => not_committed(self.ranks.tp().rank(), &verdict).into_iter().collect(),
+        let of_own = [verdict];
+        let (first, verdicts) = match &channel {
+            None => (0, &verdicts[..]),
+            Some(_) => (self.table.model().tp().rank(), &of_own[..]),
         };
+        let others = (first..).zip(verdicts).filter(|(_, verdict)| **verdict != committed);
+        let failures = others.map(|(rank, verdict)| not_committed(rank, verdict)).collect();
         Err(GroupError::Torn { slot, failures, channel, not_emptied })
     }
 
@@ -197,7 +210,8 @@ impl<R: Ranks, T: Table> Group<R, T> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone());
         }
-        verdict::exchange(&mut self.ranks, verdict).inspect_err(|error| self.broken = Some(error.clone()))
+        let tp = self.table.model().tp();
+        verdict::exchange(&mut self.ranks, tp, verdict).inspect_err(|error| self.broken = Some(error.clone()))
     }
 }
 
@@ -240,14 +254,13 @@ fn failures(verdicts: &[Verdict]) -> Vec<RankFailure> {
     verdicts.iter().enumerate().filter_map(failure).collect()
 }
 
-/// The failure of a rank that all others expect to have committed.
-fn not_committed(rank: usize, verdict: &Verdict) -> Option<RankFailure> {
+/// The failure of a rank that this one expects to have committed what it has itself.
+fn not_committed(rank: usize, verdict: &Verdict) -> RankFailure {
     let reason = match verdict {
-        Verdict::Committed => return None,
         Verdict::Failed { phase: Phase::Commit, reason, .. } => reason.clone(),
         other => format!("it {other}"),
     };
-    Some(RankFailure { rank, phase: Phase::Commit, reason, is_full: false })
+    RankFailure { rank, phase: Phase::Commit, reason, is_full: false }
 }
 
 fn disagreement(verdicts: &[Verdict]) -> GroupError {

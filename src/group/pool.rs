@@ -16,6 +16,8 @@ use super::{
 };
 use crate::{
     Slot,
+    adapter::AdapterError,
+    digest,
     error::LoadError,
     model::TpRank,
     pool::{AdapterId, AdapterPool, Backend, Call, Copy, Granted, Limits, PoolError, Read, Source, StreamId},
@@ -28,11 +30,16 @@ const MAX_READS: usize = 8;
 ///
 /// All ranks make the same calls in the same order, and drop leases between the same calls. Each decides for itself, and all decide
 /// the same, because what may differ between ranks is agreed on: the end of a read or a copy, whether a copy can be enqueued, and what has
-/// failed. A load that fails on one rank fails on all, with the reasons of all.
+/// failed. A load that fails on one rank fails on all, with the reasons of all. So does one of which the ranks have read different adapters:
+/// other weights, names of modules or configurations.
+///
+/// A rank registers a source, or the error for which it has none. Then no rank has the adapter, and all get [`GroupError::Refused`], which
+/// names the rank.
 ///
 /// While an adapter is registered, read or copied, a call waits for the other ranks to make it, and a rank that does not ends the group:
-/// then every call that could change a slot is an error ([`LoadError::Group`]), and steps go on with the leases that they have. Calls for
-/// adapters that are loaded exchange nothing.
+/// then every call that could change a slot is an error ([`LoadError::Group`]), as is the end of every load that was under way, and steps go
+/// on with the leases that they have. A channel that panics, or returns what no rank says, ends it likewise. Calls for adapters that are
+/// loaded exchange nothing.
 pub type GroupPool<R, B> = AdapterPool<OnRanks<R, B>>;
 
 /// The memory and the streams of a [`GroupPool`], which are those of this rank.
@@ -63,6 +70,10 @@ pub struct OnRanks<R, B> {
 /// What the ranks agree on. Tests leave out each to show that this is seen.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Agreement {
+    /// A block is as large as the largest of the ranks'.
+    Sized,
+    /// A read has failed if the ranks have read different adapters.
+    Same,
     /// A read has ended when it has on all ranks.
     Reads,
     /// So has a copy.
@@ -113,7 +124,7 @@ struct Reading {
     id: AdapterId,
     /// The copy that it makes, unless this was taken back.
     copy: Option<Copy>,
-    /// Whether it has failed on a rank.
+    /// Whether it has failed on a rank, or the ranks have read different adapters.
     has_failed: bool,
 }
 
@@ -146,10 +157,17 @@ pub struct Said {
 /// What the ranks agree on.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum On {
-    Limits { slots: usize, streams: usize },
+    Limits {
+        slots: usize,
+        streams: usize,
+    },
     Size,
     Read,
-    Ends,
+    /// Of so many reads, and of the copies after the first so many.
+    Ends {
+        reads: usize,
+        copied: u64,
+    },
     Copy,
     Point,
     Evict,
@@ -160,7 +178,6 @@ enum Answer {
     Yes,
     No,
     Failed {
-        phase: Phase,
         reason: String,
     },
     Limits {
@@ -184,22 +201,23 @@ enum Answer {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 enum End {
     UnderWay,
-    Whole,
+    /// With the fingerprint of what was read.
+    Whole(u64),
     Failed,
-    /// It has failed on another rank, and nothing of its copy is on its way on this one.
-    Clear,
+    /// It has failed all the same, and nothing of its copy is on its way on this rank.
+    Clear(u64),
 }
 
 /// How the ranks exchange what they say.
 #[expect(unnameable_types, reason = "ranks have it, and tests")]
 pub trait Exchange {
-    /// What all ranks say, by rank, in exchange for what the ranks of this object do.
-    fn exchange(&mut self, own: Vec<Said>) -> Result<Vec<Said>, ChannelError>;
+    /// What all ranks say, by rank, in exchange for what the ranks of this object do. That is among it as it is.
+    fn exchange(&mut self, tp: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError>;
 }
 
 impl<R: Ranks> Exchange for R {
-    fn exchange(&mut self, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
-        own.first().map_or_else(|| Ok(Vec::new()), |said| verdict::exchange(self, said))
+    fn exchange(&mut self, tp: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
+        own.first().map_or_else(|| Ok(Vec::new()), |said| verdict::exchange(self, tp, said))
     }
 }
 
@@ -218,9 +236,41 @@ impl Broken {
     }
 }
 
+impl On {
+    /// What a rank could not do that has failed.
+    fn phase(self) -> Phase {
+        match self {
+            Self::Copy => Phase::Fill,
+            Self::Point => Phase::Commit,
+            _ => Phase::Plan,
+        }
+    }
+
+    /// Whether a rank may answer this.
+    fn may_be(self, answer: &Answer) -> bool {
+        match (self, answer) {
+            (Self::Limits { .. }, Answer::Limits { max_reads, .. }) => *max_reads > 0,
+            (Self::Size, Answer::Size { .. } | Answer::Failed { .. })
+            | (Self::Copy | Self::Point, Answer::Yes | Answer::Failed { .. })
+            | (Self::Read | Self::Evict, Answer::Yes | Answer::No) => true,
+            (Self::Ends { reads, copied }, Answer::Ends { reads: ends, copied: other, .. }) => {
+                ends.len() == reads && *other >= copied
+            }
+            _ => false,
+        }
+    }
+}
+
 impl Answer {
-    fn failed(phase: Phase, error: &dyn fmt::Display) -> Self {
-        Self::Failed { phase, reason: verdict::reason(&error.to_string()) }
+    fn ends(&self) -> &[End] {
+        if let Self::Ends { reads, .. } = self { reads } else { &[] }
+    }
+}
+
+impl End {
+    /// The fingerprint of what was read, if that has ended well.
+    fn fingerprint(self) -> Option<u64> {
+        if let Self::Whole(fingerprint) | Self::Clear(fingerprint) = self { Some(fingerprint) } else { None }
     }
 }
 
@@ -232,7 +282,7 @@ impl fmt::Display for Said {
             }
             On::Size => "registers an adapter",
             On::Read => "starts a read",
-            On::Ends => "asks what has ended",
+            On::Ends { .. } => "asks what has ended",
             On::Copy => "copies an adapter",
             On::Point => "leases a slot",
             On::Evict => "empties a slot",
@@ -252,14 +302,14 @@ impl<B: Backend> Member<B> {
     /// How far the reads and the copies are that have not ended on all ranks.
     fn ends(&self, reading: &VecDeque<Reading>, copying: &VecDeque<u64>, copied: u64) -> Answer {
         let mut failure = None;
-        let mut end = |&Reading { id, has_failed, .. }: &Reading| match self.ended.get(&id).map(|read| &read.result) {
+        let mut end = |&Reading { id, has_failed, .. }: &Reading| match self.ended.get(&id) {
             None => End::UnderWay,
             Some(_) if self.abandoned.contains_key(&id) => End::UnderWay,
-            Some(Ok(())) if has_failed => End::Clear,
-            Some(Ok(())) => End::Whole,
+            Some(Read { fingerprint, result: Ok(()), .. }) if has_failed => End::Clear(*fingerprint),
+            Some(Read { fingerprint, result: Ok(()), .. }) => End::Whole(*fingerprint),
             // A message has room for one reason.
-            Some(Err(_)) if failure.is_some() => End::UnderWay,
-            Some(Err(error)) => {
+            Some(_) if failure.is_some() => End::UnderWay,
+            Some(Read { result: Err(error), .. }) => {
                 failure = Some(verdict::reason(&error.to_string()));
                 End::Failed
             }
@@ -321,49 +371,66 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         self.reading.len() + self.reads.len()
     }
 
-    /// The answers of all ranks; `None` if they cannot agree any more.
-    fn ask(&mut self, on: On, mut answer: impl FnMut(&mut Member<B>) -> Answer) -> Option<Vec<Answer>> {
-        if self.broken.is_some() {
-            return None;
+    /// The answers of all ranks.
+    ///
+    /// # Errors
+    /// Why they cannot agree any more.
+    fn ask(&mut self, on: On, mut answer: impl FnMut(&mut Member<B>) -> Answer) -> Result<Vec<Answer>, LoadError> {
+        if let Some(broken) = &self.broken {
+            return Err(broken.error());
         }
-        let calls = self.calls;
+        let (tp, calls) = (self.own().tp(), self.calls);
         let say = |member| Said { calls, on, answer: answer(member) };
         let own = self.members.iter_mut().map(say).collect();
-        let broken = match self.ranks.exchange(own) {
+        let broken = match self.ranks.exchange(tp, own) {
             Err(error) => Broken::Channel(error),
-            Ok(said) if said.iter().all(|said| (said.calls, said.on) == (calls, on)) => {
-                return Some(said.into_iter().map(|said| said.answer).collect());
-            }
-            Ok(said) => Broken::Disagreement(
+            Ok(said) if said.iter().any(|said| (said.calls, said.on) != (calls, on)) => Broken::Disagreement(
                 said.iter().enumerate().map(|(rank, said)| format!("rank {rank} {said}")).collect(),
             ),
+            Ok(said) => {
+                let ranks: Vec<_> = (0..said.len()).filter(|&rank| !on.may_be(&said[rank].answer)).collect();
+                if ranks.is_empty() {
+                    return Ok(said.into_iter().map(|said| said.answer).collect());
+                }
+                Broken::Channel(ChannelError { ranks, reason: "what arrived answers another question".to_owned() })
+            }
         };
-        self.broken = Some(broken);
-        None
+        Err(self.broken.insert(broken).error())
     }
 
-    /// Why not all ranks have done what was asked for, if they have not.
-    fn refusal(&self, answers: Option<&[Answer]>, own: Option<LoadError>) -> Option<LoadError> {
-        let Some(answers) = answers else { return self.broken.as_ref().map(Broken::error) };
+    /// The answers of all ranks to what all of them must do.
+    ///
+    /// # Errors
+    /// Why not all have done it.
+    fn demand(
+        &mut self,
+        on: On,
+        mut act: impl FnMut(&mut Member<B>) -> Result<Answer, PoolError>,
+    ) -> Result<Vec<Answer>, LoadError> {
+        let mut own = None;
+        let answers = self.ask(on, |member| {
+            act(member).unwrap_or_else(|error| {
+                let reason = verdict::reason(&error.to_string());
+                own = error.into_load();
+                Answer::Failed { reason }
+            })
+        })?;
         let failure = |(rank, answer): (usize, &Answer)| match answer {
-            Answer::Failed { phase, reason } => {
-                Some(RankFailure { rank, phase: *phase, reason: reason.clone(), is_full: false })
+            Answer::Failed { reason } => {
+                Some(RankFailure { rank, phase: on.phase(), reason: reason.clone(), is_full: false })
             }
             _ => None,
         };
         let failures: Vec<_> = answers.iter().enumerate().filter_map(failure).collect();
-        (!failures.is_empty()).then(|| refused(failures, own))
+        if failures.is_empty() { Ok(answers) } else { Err(refused(failures, own)) }
     }
 
     /// The smallest limits of all ranks.
     fn agree_on(&mut self, limits: Limits, streams: usize) -> Result<Limits, LoadError> {
         let Limits { num_slots: slots, arena_bytes, host_bytes, max_reads } = limits;
         let answers =
-            self.ask(On::Limits { slots, streams }, |_| Answer::Limits { arena_bytes, host_bytes, max_reads });
-        if let Some(broken) = &self.broken {
-            return Err(broken.error());
-        }
-        Ok(answers.into_iter().flatten().fold(limits, |least, answer| match answer {
+            self.ask(On::Limits { slots, streams }, |_| Answer::Limits { arena_bytes, host_bytes, max_reads })?;
+        Ok(answers.into_iter().fold(limits, |least, answer| match answer {
             Answer::Limits { arena_bytes, host_bytes, max_reads } => Limits {
                 num_slots: slots,
                 arena_bytes: least.arena_bytes.min(arena_bytes),
@@ -379,21 +446,25 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         let mut place = 0;
         for index in 0..MAX_READS.min(self.reading.len()) {
             let ends: Vec<_> = answers.iter().filter_map(|answer| answer.ends().get(index).copied()).collect();
-            let is_whole = |end: &End| matches!(end, End::Whole);
-            let has_failed = ends.contains(&End::Failed);
+            let is_whole = |end: &End| matches!(end, End::Whole(_));
+            let mut fingerprints = ends.iter().filter_map(|end| end.fingerprint());
+            let first = fingerprints.next();
+            let differ = self.agreements.hold(Agreement::Same) && fingerprints.any(|other| Some(other) != first);
+            let was_good = !self.reading[place].has_failed;
+            let has_failed = !was_good || differ || ends.contains(&End::Failed);
             let has_ended = if has_failed {
-                ends.iter().all(|end| matches!(end, End::Failed | End::Clear))
+                ends.iter().all(|end| matches!(end, End::Failed | End::Clear(_)))
             } else if self.agreements.hold(Agreement::Reads) {
                 ends.iter().all(is_whole)
             } else {
                 ends.iter().any(is_whole)
             };
-            let is_news = has_failed && !mem::replace(&mut self.reading[place].has_failed, true);
-            if is_news && self.agreements.hold(Agreement::Failed) {
+            self.reading[place].has_failed = has_failed;
+            if has_failed && was_good && self.agreements.hold(Agreement::Failed) {
                 self.take_back(place);
             }
             if has_ended && let Some(Reading { id, .. }) = self.reading.remove(place) {
-                let read = self.end_read(id, answers, &ends);
+                let read = self.end_read(id, has_failed, answers, &ends);
                 self.reads.push_back(read);
             } else {
                 place += 1;
@@ -402,14 +473,19 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     }
 
     /// The end of a read on all ranks.
-    fn end_read(&mut self, id: AdapterId, answers: &[Answer], ends: &[End]) -> Read {
-        let (mut time, mut own) = (Duration::ZERO, None);
+    fn end_read(&mut self, id: AdapterId, has_failed: bool, answers: &[Answer], ends: &[End]) -> Read {
+        let (mut time, mut fingerprint, mut own) = (Duration::ZERO, 0, None);
         for member in &mut self.members {
             if let Some(read) = member.ended.remove(&id) {
-                time = read.time;
+                (time, fingerprint) = (read.time, read.fingerprint);
                 own = read.result.err();
             }
         }
+        if !has_failed {
+            return Read { id, time, fingerprint, result: Ok(()) };
+        }
+        // What ranks have packed.
+        self.members.iter_mut().for_each(|member| member.backend.forget(id));
         let failure = |(rank, end): (usize, &End)| match (end, &answers[rank]) {
             (End::Failed, Answer::Ends { reason, .. }) => {
                 Some(RankFailure { rank, phase: Phase::Fill, reason: reason.clone(), is_full: false })
@@ -417,12 +493,16 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
             _ => None,
         };
         let failures: Vec<_> = ends.iter().enumerate().filter_map(failure).collect();
-        if failures.is_empty() {
-            return Read { id, time, result: Ok(()) };
-        }
-        // What other ranks have packed.
-        self.members.iter_mut().for_each(|member| member.backend.forget(id));
-        Read { id, time, result: Err(refused(failures, own)) }
+        let error = if failures.is_empty() {
+            let read = |(rank, end): (usize, &End)| {
+                format!("rank {rank} has read an adapter with fingerprint {:016x}", end.fingerprint().unwrap_or(0))
+            };
+            let ranks = ends.iter().enumerate().map(read).collect();
+            LoadError::Group(Box::new(GroupError::Disagreement { ranks }))
+        } else {
+            refused(failures, own)
+        };
+        Read { id, time, fingerprint, result: Err(error) }
     }
 
     /// Takes the copy of a read back, if it makes one.
@@ -453,7 +533,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     }
 
     fn note(&mut self, word: u64) {
-        self.calls = (self.calls.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.calls = digest::mix(self.calls, word);
     }
 
     fn number_of(&self, id: AdapterId) -> u64 {
@@ -461,18 +541,13 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     }
 }
 
-impl Answer {
-    fn ends(&self) -> &[End] {
-        if let Self::Ends { reads, .. } = self { reads } else { &[] }
-    }
-}
-
 fn refused(failures: Vec<RankFailure>, own: Option<LoadError>) -> LoadError {
     LoadError::Group(Box::new(GroupError::Refused { failures, own: own.map(Box::new) }))
 }
 
-impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
-    type Source = B::Source;
+impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
+    /// Or why this rank has none.
+    type Source = Result<B::Source, AdapterError>;
     type Weights = B::Weights;
     type Batch<'a> = B::Batch<'a>;
     type Workspace = B::Workspace;
@@ -493,9 +568,8 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
             Call::Retry(id) => &[3, self.number_of(id)],
             Call::Pin(id, is_pinned) => &[4, self.number_of(id), u64::from(is_pinned)],
             Call::Prepare(ids, stream) => {
-                self.note(ids.len() as u64);
-                ids.iter().for_each(|&id| self.note(self.number_of(id)));
-                &[5, stream.0 as u64]
+                [5, stream.0 as u64, ids.len() as u64].into_iter().for_each(|word| self.note(word));
+                return ids.iter().for_each(|&id| self.note(self.number_of(id)));
             }
             Call::Release(slot, stream) => &[6, slot as u64, stream.0 as u64],
             Call::EndStep(stream) => &[7, stream.0 as u64],
@@ -507,29 +581,23 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
         self.own().tp()
     }
 
-    /// The largest of the ranks' blocks, so that a block has the same place on all of them.
-    fn add(&mut self, id: AdapterId, source: B::Source) -> Result<usize, PoolError> {
+    /// The largest of the ranks' blocks, so that a block has the same place on all of them. This rank's is one of them.
+    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<usize, PoolError> {
         self.registered += 1;
         self.numbers.insert(id, self.registered);
         self.note(self.registered);
-        let mut own = None;
-        let answers = self.ask(On::Size, |member| {
-            let added = member.backend.shard(&source).map_err(PoolError::from);
-            match added.and_then(|source| member.backend.add(id, source)) {
-                Ok(bytes) => Answer::Size { bytes },
-                Err(error) => {
-                    let answer = Answer::failed(Phase::Plan, &error);
-                    own = error.into_load();
-                    answer
-                }
+        let mut source = source.map_err(Some);
+        let answers = self.demand(On::Size, |member| match &mut source {
+            Ok(source) => {
+                let source = member.backend.shard(source)?;
+                Ok(Answer::Size { bytes: member.backend.add(id, source)? })
             }
+            Err(error) => Err(error.take().map_or(PoolError::Unknown { id }, |error| LoadError::from(error).into())),
         });
-        if let Some(refusal) = self.refusal(answers.as_deref(), own) {
-            self.remove(id);
-            return Err(refusal.into());
-        }
-        let size = |answer| if let Answer::Size { bytes } = answer { bytes } else { 0 };
-        Ok(answers.into_iter().flatten().map(size).max().unwrap_or(0))
+        let answers = answers.inspect_err(|_| self.remove(id))?;
+        let sizes = answers.iter().map(|answer| if let Answer::Size { bytes } = answer { *bytes } else { 0 });
+        let bytes = if self.agreements.hold(Agreement::Sized) { sizes.max() } else { sizes.min() };
+        Ok(bytes.unwrap_or(0))
     }
 
     fn remove(&mut self, id: AdapterId) {
@@ -537,15 +605,15 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
         self.members.iter_mut().for_each(|member| member.backend.remove(id));
     }
 
-    /// With a copy, if all ranks can make it.
+    /// With a copy, if all ranks can make it. Nothing is read if they cannot agree any more: the read never ends.
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
-        let copy = copy.filter(|_| self.broken.is_none());
-        let mut reading = Reading { id, copy: None, has_failed: false };
+        self.reading.push_back(Reading { id, copy: None, has_failed: false });
         let Some(copy) = copy else {
-            self.members.iter_mut().for_each(|member| {
-                member.backend.read(id, to.clone(), None);
-            });
-            self.reading.push_back(reading);
+            if self.broken.is_none() {
+                self.members.iter_mut().for_each(|member| {
+                    member.backend.read(id, to.clone(), None);
+                });
+            }
             return false;
         };
         let mut begun = Vec::new();
@@ -553,14 +621,13 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
             begun.push(member.backend.read(id, to.clone(), Some(copy)));
             if begun.last() == Some(&true) { Answer::Yes } else { Answer::No }
         });
-        let is_copied = answers.is_some_and(|answers| self.agreements.all(Agreement::Begun, &answers));
+        let is_copied = answers.is_ok_and(|answers| self.agreements.all(Agreement::Begun, &answers));
         if is_copied {
-            reading.copy = Some(copy.clone());
+            self.reading.back_mut().into_iter().for_each(|reading| reading.copy = Some(copy.clone()));
         } else {
             let begun = self.members.iter_mut().zip(begun).filter(|(_, has_begun)| *has_begun);
             begun.for_each(|(member, _)| member.take_back(copy));
         }
-        self.reading.push_back(reading);
         is_copied
     }
 
@@ -568,7 +635,8 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
     /// for any read of this rank, then for those that the other ranks have ended, too.
     fn notice(&mut self, wait: Option<Duration>) {
         let mut before = Vec::new();
-        loop {
+        // If they cannot agree any more, nothing ends.
+        while self.broken.is_none() {
             for member in &mut self.members {
                 let enough = if before.is_empty() { 1 } else { self.reading.len() };
                 member.notice(wait.filter(|_| member.ended.len() < enough));
@@ -577,10 +645,10 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
                 return;
             }
             let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
-            let copied = self.copied;
-            let answers = self.ask(On::Ends, |member| member.ends(&reading, &copying, copied));
+            let (reads, copied) = (reading.len().min(MAX_READS), self.copied);
+            let answers = self.ask(On::Ends { reads, copied }, |member| member.ends(&reading, &copying, copied));
             (self.reading, self.copying) = (reading, copying);
-            let Some(answers) = answers else { return };
+            let Ok(answers) = answers else { return };
             self.end_copies(&answers);
             self.end_reads(&answers);
             let ends: Vec<_> = answers.iter().flat_map(Answer::ends).copied().collect();
@@ -619,25 +687,19 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
 
     /// By all ranks, or by none.
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
-        let mut own = None;
-        let answers = self.ask(On::Copy, |member| match member.backend.copy(copy) {
-            Ok(()) => Answer::Yes,
-            Err(error) => {
-                let answer = Answer::failed(Phase::Fill, &error);
-                own = Some(error);
-                answer
-            }
+        let copied = self.demand(On::Copy, |member| {
+            member.backend.copy(copy)?;
+            Ok(Answer::Yes)
         });
-        let refusal = self.refusal(answers.as_deref(), own);
-        let Some(refusal) = refusal.filter(|_| self.agreements.hold(Agreement::Enqueued)) else {
-            self.copying.push_back(copy.number);
-            return Ok(());
-        };
-        // A rank that has enqueued it reads host memory that others will be given.
-        if self.agreements.hold(Agreement::Settled) {
-            self.members.iter_mut().for_each(|member| member.backend.settle());
+        if let Some(refusal) = copied.err().filter(|_| self.agreements.hold(Agreement::Enqueued)) {
+            // A rank that has enqueued it reads host memory that others will be given.
+            if self.agreements.hold(Agreement::Settled) {
+                self.members.iter_mut().for_each(|member| member.backend.settle());
+            }
+            return Err(refusal);
         }
-        Err(refusal)
+        self.copying.push_back(copy.number);
+        Ok(())
     }
 
     fn next_copied(&mut self) -> Option<u64> {
@@ -652,17 +714,11 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
         if granted.iter().all(is_pointed) {
             return Ok(());
         }
-        let mut own = None;
-        let answers = self.ask(On::Point, |member| match member.backend.point(granted, stream) {
-            Ok(()) => Answer::Yes,
-            Err(error) => {
-                let answer = Answer::failed(Phase::Commit, &error);
-                own = error.into_load();
-                answer
-            }
+        let pointed = self.demand(On::Point, |member| {
+            member.backend.point(granted, stream)?;
+            Ok(Answer::Yes)
         });
-        let refusal = self.refusal(answers.as_deref(), own);
-        if let Some(refusal) = refusal.filter(|_| self.agreements.hold(Agreement::Pointed)) {
+        if let Some(refusal) = pointed.err().filter(|_| self.agreements.hold(Agreement::Pointed)) {
             return Err(refusal.into());
         }
         self.pointed.extend(granted.iter().map(|granted| ((stream, granted.slot), granted.number)));
@@ -671,7 +727,7 @@ impl<R: Exchange, B: Backend> Backend for OnRanks<R, B> {
 
     fn may_evict(&mut self) -> bool {
         let answers = self.ask(On::Evict, |member| if member.backend.may_evict() { Answer::Yes } else { Answer::No });
-        answers.is_some_and(|answers| self.agreements.all(Agreement::Evicts, &answers))
+        answers.is_ok_and(|answers| self.agreements.all(Agreement::Evicts, &answers))
     }
 
     fn evict(&mut self, slot: usize) {

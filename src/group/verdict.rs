@@ -1,6 +1,9 @@
 //! What the ranks tell each other, and its bytes: JSON, padded with zeros.
 
-use std::fmt;
+use std::{
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -8,7 +11,7 @@ use super::{
     channel::{ChannelError, Message, Ranks},
     error::Phase,
 };
-use crate::Slot;
+use crate::{Slot, error::panic_message, model::TpRank};
 
 /// Characters of a reason. Each takes up to 6 bytes in JSON.
 const MAX_REASON: usize = 299;
@@ -23,7 +26,11 @@ pub(super) enum Verdict {
         slot: i32,
         fingerprint: u64,
     },
-    Committed,
+    /// The adapter is in the slot.
+    Committed {
+        slot: i32,
+        fingerprint: u64,
+    },
     Failed {
         phase: Phase,
         reason: String,
@@ -34,6 +41,10 @@ pub(super) enum Verdict {
 impl Verdict {
     pub(super) fn ready(slot: Slot, fingerprint: u64) -> Self {
         Self::Ready { slot: bytemuck::cast(slot), fingerprint }
+    }
+
+    pub(super) fn committed(slot: Slot, fingerprint: u64) -> Self {
+        Self::Committed { slot: bytemuck::cast(slot), fingerprint }
     }
 
     /// A failure. A long reason is cut off.
@@ -52,19 +63,28 @@ pub(super) fn reason(text: &str) -> String {
     reason
 }
 
-/// What all ranks say, by rank.
+/// What all ranks say, by rank. What this one says is among it as it was said, or the channel has failed. So has one that panics.
 pub(super) fn exchange<T: DeserializeOwned>(
     ranks: &mut impl Ranks,
+    tp: TpRank,
     said: &impl Serialize,
 ) -> Result<Vec<T>, ChannelError> {
-    let size = ranks.tp().size();
-    let said: Vec<Option<T>> = ranks.all_gather(&to_message(said))?.iter().map(from_message).collect();
-    let unread: Vec<_> = (0..size).filter(|&rank| !matches!(said.get(rank), Some(Some(_)))).collect();
-    if unread.is_empty() && said.len() == size {
+    let own = to_message(said);
+    // After a panic, the channel is not used again.
+    let gathered = catch_unwind(AssertUnwindSafe(|| ranks.all_gather(&own))).unwrap_or_else(|payload| {
+        Err(ChannelError { ranks: Vec::new(), reason: format!("it panicked: {}", panic_message(payload)) })
+    })?;
+    let is_as_sent = |rank: usize, message: &Message| rank != tp.rank() || *message == own;
+    let said = (0..tp.size()).map(|rank| {
+        let message = gathered.get(rank).filter(|message| is_as_sent(rank, message));
+        message.and_then(from_message).ok_or(rank)
+    });
+    let (said, unread): (Vec<_>, Vec<_>) = said.partition(Result::is_ok);
+    if unread.is_empty() && gathered.len() == tp.size() {
         return Ok(said.into_iter().flatten().collect());
     }
-    let reason = format!("{} messages arrived, which are not what {size} ranks say", said.len());
-    Err(ChannelError { ranks: unread, reason })
+    let reason = format!("{} messages arrived, which are not what {} ranks say", gathered.len(), tp.size());
+    Err(ChannelError { ranks: unread.into_iter().filter_map(Result::err).collect(), reason })
 }
 
 fn to_message(said: &impl Serialize) -> Message {
@@ -92,7 +112,13 @@ impl fmt::Display for Verdict {
                     bytemuck::cast::<i32, Slot>(*slot)
                 )
             }
-            Self::Committed => f.write_str("has committed"),
+            Self::Committed { slot, fingerprint } => {
+                write!(
+                    f,
+                    "has committed the adapter with fingerprint {fingerprint} to {}",
+                    bytemuck::cast::<i32, Slot>(*slot)
+                )
+            }
             Self::Failed { phase, reason, .. } => write!(f, "could not {phase}: {reason}"),
         }
     }
@@ -109,7 +135,7 @@ mod tests {
             Verdict::Free(Some(u16::MAX)),
             Verdict::ready(Slot::new(u16::MAX), u64::MAX),
             Verdict::ready(Slot::BASE, 0),
-            Verdict::Committed,
+            Verdict::committed(Slot::new(u16::MAX), u64::MAX),
             Verdict::failed(Phase::Fill, "", false),
             Verdict::failed(Phase::Reserve, "\"ä\" \u{0}\n", true),
         ] {

@@ -1,5 +1,6 @@
 use std::{
     fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::mpsc::{Receiver, Sender, channel},
     time::Duration,
 };
@@ -11,7 +12,7 @@ use super::{
 };
 use crate::{
     Slot,
-    error::{OperandError, SlotError},
+    error::{OperandError, SlotError, panic_message},
 };
 
 /// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads of
@@ -110,7 +111,8 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// [Loads](Self::load) an adapter, and calls `then` with the version once it is in host memory, or with the error of
-    /// [`Load::has_ended`]: in the call that takes note of its end. Returns the load.
+    /// [`Load::has_ended`]: in the call that takes note of its end. Returns the load. A panic of `then` is caught, after the program's panic
+    /// hook: the call and the loads of others go on.
     ///
     /// # Errors
     /// As for `load`. Then, and when the pool is dropped before the load has ended, `then` is dropped.
@@ -156,8 +158,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Pinned`] if no slot, or no room for the largest of the other adapters, would be left. `Unknown`.
     pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.backend.called(Call::Pin(id, true));
-        self.notice();
+        self.begin(Call::Pin(id, true))?;
         self.core.set_pinned(id, true)
     }
 
@@ -166,8 +167,7 @@ impl<B: Backend> AdapterPool<B> {
     /// # Errors
     /// [`PoolError::Unknown`].
     pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
-        self.backend.called(Call::Pin(id, false));
-        self.notice();
+        self.begin(Call::Pin(id, false))?;
         self.core.set_pinned(id, false)
     }
 
@@ -346,10 +346,15 @@ impl<B: Backend> AdapterPool<B> {
     pub(super) fn notice(&mut self) {
         self.notice_drops();
         self.notice_ends(None);
+        if let Err(error) = self.backend.check() {
+            self.core.stop(error.into_load());
+        }
         let has_ended = |(version, _): &mut (Version, Then)| !matches!(version.load().has_ended(), Ok(false));
         let ended: Vec<_> = self.loads.extract_if(.., has_ended).collect();
         if !ended.is_empty() {
-            ended.into_iter().for_each(|(version, then)| then(version.loaded()));
+            for (version, then) in ended {
+                drop(catch_unwind(AssertUnwindSafe(|| then(version.loaded()))).map_err(panic_message));
+            }
             self.notice_drops();
         }
     }

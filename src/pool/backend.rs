@@ -13,7 +13,7 @@ use crate::{
 /// Nobody else can implement it, because its arguments have no public names.
 pub trait Backend {
     /// What an adapter is registered by.
-    type Source: Clone;
+    type Source;
     /// A table whose slots the pool fills.
     type Weights;
     /// The batch of a step.
@@ -43,9 +43,12 @@ pub trait Backend {
         TpRank::SINGLE
     }
 
-    /// The source for this backend's rank, of one for any rank.
+    /// The source for this backend's rank of a group, of one for any rank. Its reads have fingerprints.
     #[doc(hidden)]
-    fn shard(&self, source: &Self::Source) -> Result<Self::Source, LoadError> {
+    fn shard(&self, source: &Self::Source) -> Result<Self::Source, LoadError>
+    where
+        Self::Source: Clone,
+    {
         Ok(source.clone())
     }
 
@@ -179,5 +182,7 @@ pub struct Copy {
 pub struct Read {
     pub(crate) id: AdapterId,
     pub(crate) time: Duration,
+    /// What the ranks of a group know the adapter by that was read; 0 without a group.
+    pub(crate) fingerprint: u64,
     pub(crate) result: Result<(), LoadError>,
 }

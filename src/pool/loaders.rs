@@ -1,7 +1,6 @@
 //! The threads that read adapters and pack them into host memory, and what they have packed.
 
 use std::{
-    any::Any,
     collections::{HashMap, VecDeque},
     fmt, io,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -20,7 +19,7 @@ use crate::{
     DType,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
-    error::{LoadError, SlotError},
+    error::{LoadError, SlotError, panic_message},
     extent::round_up,
     model::{Model, TpRank},
     slots::Bounds,
@@ -41,7 +40,8 @@ pub(crate) struct Loaders<K, P> {
 pub(crate) struct Loaded<K, P> {
     pub(crate) id: K,
     pub(crate) time: Duration,
-    pub(crate) result: Result<P, LoadError>,
+    /// The packed adapter, and its [fingerprint](Source::fingerprint).
+    pub(crate) result: Result<(P, u64), LoadError>,
 }
 
 impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
@@ -75,8 +75,13 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
         let read = move |packers: &ThreadPool| {
             let start = Instant::now();
             let pack = |image: &SlotImage<'_>| packers.install(|| pack(image));
-            let result = catch_unwind(AssertUnwindSafe(|| source.read(pack).and_then(end)));
-            let result = result.unwrap_or_else(|panic| Err(LoadError::Panicked { message: message(&*panic) }));
+            let read = || {
+                let packed = source.read(pack)?;
+                let fingerprint = packers.install(|| source.fingerprint())?;
+                Ok((end(packed)?, fingerprint))
+            };
+            let result = catch_unwind(AssertUnwindSafe(read));
+            let result = result.unwrap_or_else(|payload| Err(LoadError::Panicked { message: panic_message(payload) }));
             // Without a receiver, the pool is gone, and what was packed is dropped.
             let _ = sender.send(Loaded { id, time: start.elapsed(), result });
         };
@@ -125,7 +130,9 @@ impl<P: Send + 'static> HostTier<P> {
 
     /// As [`Backend::shard`](super::Backend::shard).
     pub(crate) fn shard(&self, source: &Source) -> Result<Source, LoadError> {
-        if *source.model() == self.bounds.model { Ok(source.clone()) } else { Ok(source.shard(&self.bounds.model)?) }
+        let is_own = *source.model() == self.bounds.model;
+        let source = if is_own { source.clone() } else { source.shard(&self.bounds.model)? };
+        Ok(if self.tp().size() > 1 { source.of_group() } else { source })
     }
 
     /// As [`Backend::add`](super::Backend::add).
@@ -165,13 +172,14 @@ impl<P: Send + 'static> HostTier<P> {
     /// As [`Backend::next_read`](super::Backend::next_read).
     pub(crate) fn next_read(&mut self) -> Option<Ended> {
         let Loaded { id, time, result } = self.ended.pop_front().or_else(|| self.loaders.next())?;
-        let result = result.map(|packed| drop(self.packed.insert(id, packed)));
-        Some(Ended { id, time, result })
+        let fingerprint = result.as_ref().map_or(0, |(_, fingerprint)| *fingerprint);
+        let result = result.map(|(packed, _)| drop(self.packed.insert(id, packed)));
+        Some(Ended { id, time, fingerprint, result })
     }
 
     /// An adapter that has been read, and is not forgotten.
-    pub(crate) fn packed(&self, id: AdapterId) -> &P {
-        &self.packed[&id]
+    pub(crate) fn packed(&mut self, id: AdapterId) -> &mut P {
+        self.packed.get_mut(&id).expect("an adapter in host memory is packed")
     }
 
     pub(crate) fn forget(&mut self, id: AdapterId) {
@@ -194,9 +202,4 @@ fn block_bytes(image_bytes: usize, row_bytes: usize) -> usize {
 pub(crate) fn packers_of(owner: usize, threads: usize) -> io::Result<ThreadPool> {
     let threads = ThreadPoolBuilder::new().num_threads(threads);
     threads.thread_name(move |packer| format!("aril-packer-{owner}-{packer}")).build().map_err(io::Error::other)
-}
-
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
 }

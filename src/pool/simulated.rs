@@ -120,7 +120,7 @@ impl SimulatedPool {
             return Err(PoolError::Unknown { id: key.0 });
         }
         match work {
-            Work::Read { id, .. } => self.take(Read { id, time: took, result: Ok(()) }),
+            Work::Read { id, .. } => self.take(Read { id, time: took, fingerprint: 0, result: Ok(()) }),
             Work::Copy { number, .. } => self.core.has_copied(number),
         }
         // Copies that have ended with it, and those who wait for a load.

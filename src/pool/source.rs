@@ -1,4 +1,7 @@
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+};
 
 use crate::{
     DType,
@@ -16,6 +19,8 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
+    /// What the ranks of a group know the adapter by, once it is known; `None` without a group.
+    fingerprint: Option<Arc<OnceLock<u64>>>,
 }
 
 #[derive(Clone, Debug)]
@@ -100,7 +105,22 @@ impl Source {
 
     fn new(kind: Kind, image: &SlotImage<'_>) -> Self {
         let (model, dtype) = (image.model().clone(), image.dtype());
-        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank() }
+        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank(), fingerprint: None }
+    }
+
+    /// The same, whose reads have fingerprints.
+    pub(super) fn of_group(self) -> Self {
+        Self { fingerprint: Some(Arc::default()), ..self }
+    }
+
+    /// The fingerprint of the adapter; 0 without a group. The first call reads all of it.
+    pub(super) fn fingerprint(&self) -> Result<u64, LoadError> {
+        let Some(kept) = &self.fingerprint else { return Ok(0) };
+        if let Some(fingerprint) = kept.get() {
+            return Ok(*fingerprint);
+        }
+        let fingerprint = self.read_planned(|planned| Ok(planned.adapter().fingerprint()?))?;
+        Ok(*kept.get_or_init(|| fingerprint))
     }
 
     /// Size of the adapter's [image](SlotImage::bytes) in bytes.
@@ -124,10 +144,21 @@ impl Source {
 
     /// Calls `pack` with the adapter's image, whose weights are read when it is written.
     pub(crate) fn read<R>(&self, pack: impl FnOnce(&SlotImage<'_>) -> Result<R, LoadError>) -> Result<R, LoadError> {
+        self.read_planned(|planned| pack(planned.image()))
+    }
+
+    fn read_planned<R>(&self, read: impl FnOnce(&Planned) -> Result<R, LoadError>) -> Result<R, LoadError> {
         match &self.kind {
-            Kind::Memory(planned) => pack(planned.image()),
-            Kind::Directory(directory) => directory.read(pack),
+            Kind::Memory(planned) => read(planned),
+            Kind::Directory(directory) => directory.read(read),
         }
+    }
+}
+
+/// For engines that register it in the pool of a [group](crate::group::GroupPool), or in any other.
+impl From<Source> for Result<Source, AdapterError> {
+    fn from(source: Source) -> Self {
+        Ok(source)
     }
 }
 

@@ -144,7 +144,7 @@ fn two_ranks_share_their_slots() {
         let model = spec.shard(ranks.tp()).unwrap();
         let mut pool = pool(&gpu, &model, ranks, [4, 2][rank], [8, 4][rank]);
         let source = |number| Source::memory(Arc::new(adapter(values(number))), &model, DType::F32).unwrap();
-        let ids: Vec<_> = (0..5).map(|number| pool.register(source(number)).unwrap()).collect();
+        let ids: Vec<_> = (0..5).map(|number| pool.register(Ok(source(number))).unwrap()).collect();
         let kept = acquire(&mut pool, ids[0]).unwrap();
         let mut slots = vec![kept.slot()];
         for number in (1..5).chain(1..5).chain([2, 2, 1, 3]) {
@@ -180,8 +180,8 @@ fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
         let model = spec.shard(ranks.tp()).unwrap();
         let mut pool = pool(&gpu, &model, ranks, 2, 4);
         let source = |adapter| Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
-        let ids: Vec<_> = (0..3).map(|number| pool.register(source(adapter(values(number)))).unwrap()).collect();
-        let bad = pool.register(source(adapter([1.0, f32::NAN]))).unwrap();
+        let ids: Vec<_> = (0..3).map(|number| pool.register(Ok(source(adapter(values(number))))).unwrap()).collect();
+        let bad = pool.register(Ok(source(adapter([1.0, f32::NAN])))).unwrap();
         let kept = acquire(&mut pool, ids[0]).unwrap();
         for number in [1, 2, 1] {
             pool.retry(bad).unwrap();

@@ -9,6 +9,8 @@
 //! | ranks evict different adapters, or one evicts what another's requests use | `pool::*` |
 //! | a failed reload leaves no adapter | `faults::all_or_nothing` |
 //! | a dead rank blocks the others for ever | `channel::*` |
+//! | ranks serve different adapters under one name | `lies::ranks_that_*` |
+//! | what a message says decides where memory is written | `lies::*` |
 #![allow(
     clippy::cast_possible_truncation,
     clippy::panic,
@@ -20,6 +22,7 @@ mod channel;
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;
+mod lies;
 #[path = "../common/limit.rs"]
 mod limit;
 mod pool;

@@ -26,10 +26,10 @@ use crate::{
     world::{INPUTS, NEVER, OUTPUTS, World, each, refused},
 };
 
-const STREAM: StreamId = StreamId::FIRST;
-const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const STREAM: StreamId = StreamId::FIRST;
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
-type Pool<R = InProcess> = GroupPool<R, Tiers>;
+pub(crate) type Pool<R = InProcess> = GroupPool<R, Tiers>;
 
 /// Runs a pool on each rank of a group, with room for these numbers of adapters on the device.
 fn each_pool<O: Send>(world: &World, rooms: &[usize], run: impl Fn(usize, Pool) -> O + Sync) -> Vec<O> {
@@ -37,17 +37,17 @@ fn each_pool<O: Send>(world: &World, rooms: &[usize], run: impl Fn(usize, Pool) 
 }
 
 /// An adapter that adds `values` on the ranks, as the source of a rank.
-fn source(world: &World, rank: usize, values: impl Fn(usize) -> f32) -> Source {
+pub(crate) fn source(world: &World, rank: usize, values: impl Fn(usize) -> f32) -> Source {
     Source::memory(Arc::new(world.adapter(values)), &world.model(rank), DType::F32).unwrap()
 }
 
 /// Registers an adapter that adds `value` on all ranks.
 fn register<R: Ranks>(world: &World, pool: &mut Pool<R>, rank: usize, value: f32) -> AdapterId {
-    pool.register(source(world, rank, |_| value)).unwrap()
+    pool.register(Ok(source(world, rank, |_| value))).unwrap()
 }
 
 /// Leases a batch, once its adapters have been read.
-fn prepare<R: Ranks>(pool: &mut Pool<R>, ids: &[AdapterId]) -> Result<Vec<Lease>, PoolError> {
+pub(crate) fn prepare<R: Ranks>(pool: &mut Pool<R>, ids: &[AdapterId]) -> Result<Vec<Lease>, PoolError> {
     loop {
         match pool.prepare(ids, STREAM) {
             Err(PoolError::Loading { .. }) => drop(pool.wait(LIMIT)),
@@ -56,11 +56,11 @@ fn prepare<R: Ranks>(pool: &mut Pool<R>, ids: &[AdapterId]) -> Result<Vec<Lease>
     }
 }
 
-fn acquire<R: Ranks>(pool: &mut Pool<R>, id: AdapterId) -> Result<Lease, PoolError> {
+pub(crate) fn acquire<R: Ranks>(pool: &mut Pool<R>, id: AdapterId) -> Result<Lease, PoolError> {
     Ok(prepare(pool, &[id])?.remove(0))
 }
 
-fn release<R: Ranks>(pool: &mut Pool<R>, lease: Lease) {
+pub(crate) fn release<R: Ranks>(pool: &mut Pool<R>, lease: Lease) {
     drop(lease);
     pool.end_step(STREAM).unwrap();
 }
@@ -70,7 +70,7 @@ fn tiers<R: Ranks>(pool: &Pool<R>, ids: &[AdapterId]) -> Vec<Tier> {
 }
 
 /// Why no rank has an adapter.
-fn group_error(error: &PoolError) -> &GroupError {
+pub(crate) fn group_error(error: &PoolError) -> &GroupError {
     let error = match error {
         PoolError::Failed { error, .. } => error,
         PoolError::Load(error) => error,
@@ -113,7 +113,7 @@ fn ranks_read_from_one_source() {
     let world = World::new(2);
     each_pool(&world, &[2; 2], |rank, mut pool| {
         let of_first = source(&world, 0, |rank| 1.0 + rank as f32);
-        let ids = [(); 2].map(|()| pool.register(of_first.clone()).unwrap());
+        let ids = [(); 2].map(|()| pool.register(Ok(of_first.clone())).unwrap());
         let load = pool.prefetch(ids[0]).unwrap();
         pool.pin(ids[0]).unwrap();
         assert!(matches!(pool.pin(ids[1]), Err(PoolError::Pinned { .. })));
@@ -159,7 +159,7 @@ fn an_adapter_that_one_rank_cannot_read_is_loaded_by_none() {
                 true => Source::memory(Arc::new(panicking()), &world.model(rank), DType::F32).unwrap(),
                 false => source(&world, rank, |rank| if rank == 1 && !panics { f32::NAN } else { 2.0 }),
             };
-            let bad = pool.register(bad).unwrap();
+            let bad = pool.register(Ok(bad)).unwrap();
             // Another read beside it.
             let other = register(&world, &mut pool, rank, 3.0);
             let loads = [bad, other].map(|id| pool.prefetch(id).unwrap());
@@ -194,7 +194,7 @@ fn an_adapter_that_one_rank_cannot_plan_is_registered_by_none() {
             0 => source(&world, rank, |_| 1.0),
             _ => Source::memory(Arc::new(world.adapter(|_| 1.0)), &world.model(rank), DType::BF16).unwrap(),
         };
-        let error = pool.register(bad).unwrap_err();
+        let error = pool.register(Ok(bad)).unwrap_err();
         assert_eq!(refused(group_error(&error)), [(1, Phase::Plan)]);
         assert_eq!(pool.snapshot().adapters, 0);
         let good = register(&world, &mut pool, rank, 5.0);
@@ -312,7 +312,7 @@ fn a_rank_that_vanishes_leaves_nobody_with_half_an_adapter() {
             let mut run = || {
                 let mut held = Vec::new();
                 for value in [1.0, 2.0] {
-                    let id = pool.register(source(&world, rank, |_| value))?;
+                    let id = pool.register(Ok(source(&world, rank, |_| value)))?;
                     let lease = acquire(&mut pool, id)?;
                     assert_eq!(world.delta_of(&pool, lease.slot()), Ok(value));
                     held.push(lease);
@@ -463,12 +463,12 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
                     let values = |rank| if *is_bad && rank == bad_rank { f32::NAN } else { value };
                     let source = source(&world, rank, values);
                     let id = if index % 3 == 2 {
-                        pool.load(source).map(|version| {
+                        pool.load(Ok(source)).map(|version| {
                             versions.push(version);
                             versions[versions.len() - 1].id()
                         })
                     } else {
-                        pool.register(source)
+                        pool.register(Ok(source))
                     };
                     if let Ok(id) = id {
                         ids.push((id, value));

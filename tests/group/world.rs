@@ -15,7 +15,7 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::{self, Lora},
+    common::adapters::{self, Lora, Parts},
     limit::Limit,
 };
 
@@ -47,8 +47,16 @@ impl World {
 
     /// The same with another number of outputs.
     pub(crate) fn adapter_of(&self, outputs: usize, values: impl Fn(usize) -> f32) -> Adapter {
-        let value = |output| values(output / OUTPUTS) / INPUTS as f32;
-        adapters::adapter(&[Lora::linear("m.q", INPUTS, outputs, 1).of_rows(value)])
+        adapters::adapter(&[Self::module(outputs, values)])
+    }
+
+    /// The configuration and the tensors of an adapter that adds `values` to the outputs of the ranks.
+    pub(crate) fn parts(&self, values: impl Fn(usize) -> f32) -> Parts {
+        adapters::parts(1.0, &[Self::module(self.size * OUTPUTS, values)])
+    }
+
+    fn module(outputs: usize, values: impl Fn(usize) -> f32) -> Lora {
+        Lora::linear("m.q", INPUTS, outputs, 1).of_rows(|output| values(output / OUTPUTS) / INPUTS as f32)
     }
 
     /// The part of a rank.
@@ -63,12 +71,28 @@ impl World {
 
     /// The part of a rank in the pool of the group, with two slots and room for `device` adapters there, and for `host` in host memory.
     pub(crate) fn pool<R: Ranks>(&self, ranks: R, device: usize, host: usize) -> GroupPool<R, Tiers> {
-        let rank = ranks.tp().rank();
+        let pool = self.own_pool(ranks.tp().rank(), device, host);
+        GroupPool::new(ranks, pool).unwrap()
+    }
+
+    /// The same, with another stream.
+    pub(crate) fn pool_of_streams<R: Ranks>(
+        &self,
+        ranks: R,
+        device: usize,
+        host: usize,
+    ) -> (GroupPool<R, Tiers>, StreamId) {
+        let mut pool = self.own_pool(ranks.tp().rank(), device, host);
+        let other = pool.add_stream();
+        (GroupPool::new(ranks, pool).unwrap(), other)
+    }
+
+    fn own_pool(&self, rank: usize, device: usize, host: usize) -> AdapterPool {
         // A block has whole granules.
         let block = self.adapter_bytes(rank).next_multiple_of(256);
         let config = PoolConfig::arena_bytes(device * block).host_bytes(host * block).packers(1);
         let capacity = Capacity::tokens(1).slots(2).rank(MAX_RANK);
-        GroupPool::new(ranks, AdapterPool::new(&self.model(rank), DType::F32, capacity, config).unwrap()).unwrap()
+        AdapterPool::new(&self.model(rank), DType::F32, capacity, config).unwrap()
     }
 
     /// A table of a rank, of two slots, with room for `adapters` adapters.

@@ -259,7 +259,7 @@ impl Device for Machine {
     }
 
     fn register(&mut self, source: Source) -> AdapterId {
-        of!(&mut self.pool, pool => pool.register(source).unwrap())
+        of!(&mut self.pool, pool => pool.register(source.into()).unwrap())
     }
 
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {

@@ -410,7 +410,7 @@ const MISTAKES: &[Mistake] = &[
         make: |world| {
             let ranks = InProcess::group(1, Duration::from_secs(60)).pop().ok_or("no rank")?;
             let mut pool = GroupPool::new(ranks, world.pool())?;
-            let id = pool.register(world.source(5.0))?;
+            let id = pool.register(Ok(world.source(5.0)))?;
             let slot = acquire(&mut pool, id)?.slot();
             Ok(pool.weights(FIRST).ok_or("the first stream")?.unload(slot)?)
         },

@@ -7,18 +7,19 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use aril::{
     DType,
     adapter::AdapterError,
     error::LoadError,
-    pool::{AdapterId, PoolConfig, PoolError, Source, StreamId},
+    pool::{AdapterId, PoolConfig, PoolError, Source, StreamId, Version},
 };
 
 use crate::{
     common::adapters::{tensor, write, write_sharded},
-    setup::{BYTES, FEATURES, Setup, adding, from_handle, slow},
+    setup::{BYTES, FEATURES, Setup, adapter, adding, from_handle, slow},
 };
 
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -200,4 +201,33 @@ fn weights_without_a_finite_value() {
     assert!(matches!(&*error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{error}");
     assert_eq!(setup.pool.snapshot().host_memory.used, 0);
     setup.finish();
+}
+
+/// Each is called once, in the same call, and its version stays or goes as it says.
+#[test]
+fn a_callback_that_panics_keeps_no_other_from_its_version() {
+    let mut setup = Setup::new(2, 4);
+    let kept = Arc::new(Mutex::new(Vec::new()));
+    let loads: Vec<_> = (0..4)
+        .map(|number| {
+            let source = Source::memory(adapter(8, 1.0), &setup.model, DType::F32).unwrap();
+            let kept = Arc::clone(&kept);
+            let then = move |loaded: Result<Version, PoolError>| {
+                let version = loaded.unwrap();
+                if number % 2 == 0 {
+                    std::panic::panic_any(number);
+                }
+                kept.lock().unwrap().push(version);
+            };
+            setup.pool.load_then(source, then).unwrap()
+        })
+        .collect();
+    for load in &loads {
+        assert!(setup.pool.wait_for(load, Duration::from_secs(30)).unwrap());
+    }
+    setup.pool.poll();
+    let ids: Vec<_> = kept.lock().unwrap().iter().map(Version::id).collect();
+    assert_eq!(ids, [1, 3].map(|number: usize| loads[number].id()));
+    assert_eq!(setup.pool.snapshot().adapters, 2);
+    assert_eq!(setup.use_once(ids[0]), 1.0);
 }

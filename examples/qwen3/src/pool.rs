@@ -82,14 +82,14 @@ impl Batch {
     }
 }
 
-impl<D: Device, B: Backend<Source = Source>> Pooled<D, B> {
+impl<D: Device, B: Backend<Source: From<Source>>> Pooled<D, B> {
     fn new<'n>(
         mut pool: AdapterPool<B>,
         sources: impl Iterator<Item = (&'n String, Source)>,
         slots: for<'a> fn(&'a AdapterPool<B>) -> Slots<'a, D>,
     ) -> Result<Self> {
         let register = |(name, source): (&String, Source)| {
-            let id = pool.register(source).context(format_args!("adapter `{name}`"))?;
+            let id = pool.register(source.into()).context(format_args!("adapter `{name}`"))?;
             Ok((name.clone(), id))
         };
         let adapters = sources.map(register).collect::<Result<_>>()?;
@@ -128,7 +128,7 @@ impl<D: Device, B: Backend<Source = Source>> Pooled<D, B> {
     }
 }
 
-impl<D: Device, B: Backend<Source = Source>> Batches<D> for Pooled<D, B> {
+impl<D: Device, B: Backend<Source: From<Source>>> Batches<D> for Pooled<D, B> {
     fn next_batch(&mut self, requests: &[Request], waiting: &mut Vec<usize>) -> Result<Batch> {
         let (mut ids, mut taken) = (Vec::new(), Vec::new());
         for request in mem::take(waiting) {

@@ -138,7 +138,7 @@ impl<D: Capture> RankPool<D> {
     /// Loads an adapter, whose version has the number `loaded` then.
     fn load(&mut self, source: Source) -> result::Result<Load, PoolError> {
         self.loaded += 1;
-        let version = self.pool.load(source)?;
+        let version = self.pool.load(Ok(source))?;
         let load = version.load().clone();
         self.versions.insert(self.loaded, version);
         Ok(load)

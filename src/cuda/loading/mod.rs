@@ -17,7 +17,7 @@ pub use self::{
 };
 use super::{
     LaunchError, Queue, RoutedBatch, Step, Workspace,
-    memory::{HostArena, Kept, Pinned, Region},
+    memory::{HostArena, HostPart, Kept, Pinned, Region},
     raw,
     stream::{OwnStream, Relaxed},
 };

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{LaunchError, OwnStream, Queue, Relaxed};
-use crate::copies::Copies;
+use crate::{copies::Copies, error::OperandError};
 
 /// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
 /// the copy at any time.
@@ -13,8 +13,9 @@ use crate::copies::Copies;
 pub(super) struct PartCopy {
     /// Of the context.
     queue: Queue,
-    /// Address of the block.
+    /// Address and size of the block.
     block: u64,
+    bytes: usize,
     /// Recorded after the last part.
     copied: Arc<CudaEvent>,
     state: Mutex<State>,
@@ -29,10 +30,11 @@ struct State {
 }
 
 impl PartCopy {
-    pub(super) fn new(queue: &Queue, stream: &Arc<OwnStream>, block: u64) -> Result<Self, LaunchError> {
+    pub(super) fn new(queue: &Queue, stream: &Arc<OwnStream>, block: u64, bytes: usize) -> Result<Self, LaunchError> {
         let copies = Copies::begin(stream, queue.new_event()?);
         let copied = Arc::clone(copies.end_event());
-        Ok(Self { queue: queue.clone(), block, copied, state: Mutex::new(State { copies, is_revoked: false }) })
+        let state = Mutex::new(State { copies, is_revoked: false });
+        Ok(Self { queue: queue.clone(), block, bytes, copied, state })
     }
 
     /// Address of the block.
@@ -48,9 +50,10 @@ impl PartCopy {
     /// Enqueues a part of the block at this offset, unless the copy was revoked.
     ///
     /// # Safety
-    /// The bytes are in page-locked memory, which nothing writes to or frees before the copy has run. The block is as large, and the
-    /// stream waits for its earlier uses.
+    /// The bytes are in page-locked memory, which nothing writes to or frees before the copy has run. The stream waits for earlier uses of the
+    /// block.
     pub(super) unsafe fn copy(&self, at: usize, bytes: &[u8]) -> Result<(), LaunchError> {
+        OperandError::within("the end of a part in its block", at.saturating_add(bytes.len()), self.bytes)?;
         let state = self.lock();
         if !state.is_revoked && !state.copies.is_ended() {
             self.queue.bind()?;

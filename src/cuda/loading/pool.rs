@@ -7,7 +7,7 @@ use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 use cudarc::driver::{CudaEvent, result};
 
 use super::{
-    HostArena, LaunchError, OwnStream, Queue, Relaxed, RoutedBatch, Step, WeightTable, Workspace,
+    HostArena, HostPart, LaunchError, OwnStream, Queue, Relaxed, RoutedBatch, Step, WeightTable, Workspace,
     arena::Arena,
     part_copy::{PartCopy, Unsealed},
     raw::Descriptor,
@@ -18,7 +18,7 @@ use crate::{
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     blocks,
     copies::{Arena as _, Copies},
-    error::{LoadError, OperandError},
+    error::{LoadError, OperandError, SlotError},
     model::{Model, TpRank},
     plan::Capacity,
     pool::{
@@ -86,7 +86,10 @@ struct Packed {
     /// The descriptors of a block at [`NOWHERE`].
     row: Vec<Descriptor>,
     /// The copy that its read makes.
+    // Declared before the memory: dropping it waits for copies from there.
     unsealed: Option<Unsealed>,
+    /// The block: the image, and behind it the descriptors.
+    part: HostPart,
 }
 
 /// Writes an adapter to page-locked memory, and copies it to the device meanwhile.
@@ -94,7 +97,7 @@ struct Packed {
 struct Packer {
     // Declared first: dropping it waits for copies from the memory.
     unsealed: Unsealed,
-    host: Arc<HostArena>,
+    part: HostPart,
 }
 
 impl AdapterPool {
@@ -186,7 +189,7 @@ impl Tiers {
     /// Makes room for the parts of a copy.
     fn begin(&mut self, copy: &Copy) -> Result<Arc<PartCopy>, LaunchError> {
         let block = self.take_block(copy)?;
-        let parts = Arc::new(PartCopy::new(self.arena.queue(), &self.stream, block)?);
+        let parts = Arc::new(PartCopy::new(self.arena.queue(), &self.stream, block, copy.to.len())?);
         self.part_copies.retain(|(_, parts)| Arc::strong_count(parts) > 1 || parts.is_complete());
         self.part_copies.push((copy.number, Arc::clone(&parts)));
         Ok(parts)
@@ -195,50 +198,64 @@ impl Tiers {
     /// Takes note of a copy that has been enqueued, of an adapter to this block.
     fn has_enqueued(&mut self, copy: &Copy, block: u64, copied: Arc<CudaEvent>) {
         self.copying.push_back((copy.number, Arc::clone(&copied)));
-        let &Packed { bytes, max_rank, .. } = self.tier.packed(copy.id);
+        let &mut Packed { bytes, max_rank, .. } = self.tier.packed(copy.id);
         self.contents[copy.slot] = Some(Content { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
-    }
-
-    /// Enqueues the copy of a block, and returns its end.
-    fn enqueue(&self, copy: &Copy, to: u64) -> Result<Arc<CudaEvent>, LaunchError> {
-        let mut copies = Copies::begin(&self.stream, self.arena.queue().new_event()?);
-        // SAFETY: the pool does not change the part before the copy has ended, and the memory lives until `drop` has waited for
-        // it. The block is as large, and the stream waits for its earlier uses; later ones wait for the end of the copy.
-        unsafe { self.host.copy_to(copy.from.clone(), to, self.stream.raw()) }?;
-        copies.end()?;
-        Ok(Arc::clone(copies.end_event()))
     }
 }
 
 impl Packer {
     /// Packs an image to its place in the host tier. If it fails, or what it returns is dropped before it is [sealed](Packed::seal), no part
     /// of the copy is on its way any more.
-    fn pack(self, image: &SlotImage<'_>, to: usize) -> Result<Packed, LoadError> {
-        let Self { host, unsealed } = self;
+    fn pack(mut self, image: &SlotImage<'_>) -> Result<Packed, LoadError> {
         let (bytes, row) = (image.bytes(), Descriptor::row(image, NOWHERE));
-        // SAFETY: the pool has given the place to this read alone.
-        let block = unsafe { host.part(to..to + bytes) };
-        match unsealed.parts() {
-            None => image.write_to(block)?,
+        let (block, end) = (self.part.bytes(), block_end(bytes, &row));
+        fits(end, block.len())?;
+        let (place, of_row) = block[..end].split_at_mut(row_at(bytes));
+        let place = &mut place[..bytes];
+        match self.unsealed.parts() {
+            None => image.write_to(place)?,
             Some(parts) => {
-                // SAFETY: nothing writes to the memory before the read has ended, and it ends after the copy or is sealed. The pool keeps
-                // the memory until it has waited for its copies. The block is of this size, and `begin` has made the stream wait.
-                image.write_in_parts(block, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
+                // SAFETY: nothing writes to the bytes before the read has ended. It ends after the copy, for whose end the part is kept, or is
+                // sealed, when the part knows it. `begin` has made the stream wait.
+                image.write_in_parts(place, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
+                write_row(&row, of_row, parts.block());
                 // SAFETY: as above.
-                let row = unsafe { write_row(&host, &row, to + row_at(bytes), parts.block()) };
-                // SAFETY: as above.
-                unsafe { parts.copy(row_at(bytes), row) }?;
+                unsafe { parts.copy(row_at(bytes), of_row) }?;
             }
         }
-        Ok(Packed { bytes, max_rank: image.max_rank(), row, unsealed: Some(unsealed) })
+        let Self { unsealed, part } = self;
+        Ok(Packed { bytes, max_rank: image.max_rank(), row, unsealed: Some(unsealed), part })
     }
 }
 
 impl Packed {
     /// The adapter is the one that was asked for. If its copy was revoked, waits for its parts.
     fn seal(mut self) -> Result<Self, LoadError> {
-        self.unsealed.take().map_or(Ok(()), Unsealed::seal)?;
+        if let Some(unsealed) = self.unsealed.take() {
+            let copied = unsealed.parts().map(|parts| Arc::clone(parts.copied()));
+            unsealed.seal()?;
+            copied.iter().for_each(|copied| self.part.is_copied_until(copied));
+        }
         Ok(self)
+    }
+
+    /// Enqueues the last of some copies, to a block of so many bytes at this address. Returns their end.
+    ///
+    /// # Safety
+    /// The stream of the copies waits for earlier uses of the block, and later ones wait for the end of the copies. The stream belongs to the
+    /// thread's current context.
+    unsafe fn copy_to(
+        &mut self,
+        block: u64,
+        block_bytes: usize,
+        copies: Copies<OwnStream>,
+    ) -> Result<Arc<CudaEvent>, LoadError> {
+        let Self { bytes, row, part, .. } = self;
+        let end = block_end(*bytes, row);
+        fits(end, block_bytes.min(part.bytes().len()))?;
+        write_row(row, &mut part.bytes()[row_at(*bytes)..end], block);
+        // SAFETY: the caller's obligations. The block is as large.
+        Ok(unsafe { part.copy_to(end, block, copies) }?)
     }
 }
 
@@ -267,11 +284,18 @@ impl Backend for Tiers {
     }
 
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+        let bytes = to.len();
+        let part = self.host.lend(to);
         // After an error, the copy of the whole adapter returns it.
-        let parts = copy.and_then(|copy| self.begin(copy).ok());
+        let parts = copy.filter(|_| part.is_some()).and_then(|copy| self.begin(copy).ok());
         let is_copied = parts.is_some();
-        let packer = Packer { unsealed: Unsealed(parts), host: Arc::clone(&self.host) };
-        self.tier.read(id, move |image| packer.pack(image, to.start), Packed::seal);
+        let packer = part.map(|part| Packer { unsealed: Unsealed(parts), part });
+        let pack = move |image: &SlotImage<'_>| match packer {
+            Some(packer) => packer.pack(image),
+            // Somebody has some of its place.
+            None => Err(LoadError::Full { bytes, largest_gap: 0 }),
+        };
+        self.tier.read(id, pack, Packed::seal);
         is_copied
     }
 
@@ -308,10 +332,11 @@ impl Backend for Tiers {
 
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
         let block = self.take_block(copy)?;
+        let copies = Copies::begin(&self.stream, self.arena.queue().new_event()?);
         let packed = self.tier.packed(copy.id);
-        // SAFETY: the adapter is in host memory, and neither its read nor a copy of it is under way.
-        unsafe { write_row(&self.host, &packed.row, copy.from.start + row_at(packed.bytes), block) };
-        let copied = self.enqueue(copy, block)?;
+        // SAFETY: `take_block` has made the stream wait and the context current. The pool does not overwrite the block before the copy has
+        // ended, and a slot that points there waits for it.
+        let copied = unsafe { packed.copy_to(block, copy.to.len(), copies) }?;
         self.has_enqueued(copy, block, copied);
         Ok(())
     }
@@ -398,17 +423,20 @@ fn row_at(image_bytes: usize) -> usize {
     image_bytes.next_multiple_of(ALIGNMENT_BYTES)
 }
 
-/// Writes the descriptors of an adapter whose block is at this address to host memory, and returns their bytes.
-///
-/// # Safety
-/// Neither another thread nor a copy uses this memory.
-unsafe fn write_row<'a>(host: &'a HostArena, row: &[Descriptor], at: usize, block: u64) -> &'a [u8] {
+/// Where the block of an image of `image_bytes` bytes with these descriptors ends.
+fn block_end(image_bytes: usize, row: &[Descriptor]) -> usize {
+    row_at(image_bytes) + size_of_val(row)
+}
+
+/// Rejects what is larger than its place.
+fn fits(bytes: usize, reserved: usize) -> Result<(), SlotError> {
+    if bytes <= reserved { Ok(()) } else { Err(SlotError::OtherImage { bytes, reserved }) }
+}
+
+/// Writes the descriptors of an adapter whose block is at this address to memory of their size.
+fn write_row(row: &[Descriptor], to: &mut [u8], block: u64) {
     let row: Vec<_> = row.iter().map(|descriptor| descriptor.moved(NOWHERE, block)).collect();
-    let bytes: &[u8] = bytemuck::cast_slice(&row);
-    // SAFETY: the caller's obligation.
-    let written = unsafe { host.part(at..at + bytes.len()) };
-    written.copy_from_slice(bytes);
-    written
+    to.copy_from_slice(bytemuck::cast_slice(&row));
 }
 
 impl WeightTable {

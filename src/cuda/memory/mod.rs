@@ -10,6 +10,6 @@ pub use self::{
 };
 pub(in crate::cuda) use self::{
     buffer::{Kept, Region},
-    pinned::{HostArena, Pinned},
+    pinned::{HostArena, HostPart, Pinned},
     view::Memory,
 };

@@ -4,11 +4,15 @@
 
 use std::{fmt, ops::Range, sync::Arc};
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, CudaEvent, result, sys};
 
 use crate::{
-    copies::CopyStream,
-    cuda::{LaunchError, Queue, raw::Stream, stream::Relaxed},
+    copies::{Copies, CopyStream, Lent},
+    cuda::{
+        LaunchError, Queue,
+        raw::Stream,
+        stream::{OwnStream, Relaxed},
+    },
     error::OperandError,
     extent::MAX_BYTES,
 };
@@ -165,16 +169,17 @@ impl Drop for Pinned {
     }
 }
 
-/// Page-locked host memory, whose parts different threads write and the device reads.
+/// Page-locked host memory, whose [parts](HostPart) different threads write and the device reads.
 pub(crate) struct HostArena {
     context: Arc<CudaContext>,
     ptr: *mut u8,
     len: usize,
+    lent: Lent,
 }
 
 // SAFETY: it holds memory that nothing else owns.
 unsafe impl Send for HostArena {}
-// SAFETY: its parts are accessed through unsafe methods alone, whose callers keep them apart.
+// SAFETY: its memory is accessed through parts alone, which do not overlap.
 unsafe impl Sync for HostArena {}
 
 impl fmt::Debug for HostArena {
@@ -193,48 +198,76 @@ impl HostArena {
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), 0) }?.cast();
         // SAFETY: just allocated with this length.
         unsafe { ptr.write_bytes(0, len) };
-        Ok(Self { context: Arc::clone(queue.stream().context()), ptr, len })
+        Ok(Self { context: Arc::clone(queue.stream().context()), ptr, len, lent: Lent::default() })
     }
 
-    /// A part of the memory.
-    ///
-    /// # Safety
-    /// Neither another thread nor a copy uses the part while the slice exists.
-    #[expect(clippy::mut_from_ref, reason = "callers keep the parts apart")]
-    pub(in crate::cuda) unsafe fn part(&self, range: Range<usize>) -> &mut [u8] {
-        let start = self.address(&range);
-        // SAFETY: in the memory, which is initialized. The caller vouches that nothing else uses the part.
-        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
+    /// Lends a part of the memory, of some bytes. Returns `None` if somebody has some of it.
+    pub(in crate::cuda) fn lend(self: &Arc<Self>, range: Range<usize>) -> Option<HostPart> {
+        let is_lent = !range.is_empty() && range.end <= self.len && self.lent.lend(&range);
+        is_lent.then(|| HostPart { arena: Arc::clone(self), range, copied: None })
+    }
+}
+
+/// A part of page-locked memory that nobody else has. Its drop waits for the last copy from it, and gives it back.
+#[derive(Debug)]
+pub(in crate::cuda) struct HostPart {
+    arena: Arc<HostArena>,
+    range: Range<usize>,
+    /// The end of the last copy from the part.
+    copied: Option<Arc<CudaEvent>>,
+}
+
+impl HostPart {
+    /// Blocks this thread until the last copy has run, and returns the memory.
+    pub(in crate::cuda) fn bytes(&mut self) -> &mut [u8] {
+        self.wait();
+        // SAFETY: the part is in the memory, which is initialized and lives as long as the arena. No other part overlaps this one.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.ptr.add(self.range.start), self.range.len()) }
     }
 
-    /// Enqueues a copy of a part to the device.
+    /// Takes note of copies of the memory that end with this event.
+    pub(in crate::cuda) fn is_copied_until(&mut self, copied: &Arc<CudaEvent>) {
+        self.copied = Some(Arc::clone(copied));
+    }
+
+    /// Enqueues a copy of the first `len` bytes to the device, as the last of these copies. Returns their end.
     ///
     /// # Safety
-    /// Nothing writes to the part until the copy has run, and the memory stays allocated. `to` is the address of as many bytes of
-    /// device memory, which other work uses only if it is ordered against the stream. The stream belongs to the thread's current
-    /// context.
+    /// `to` is the address of as many bytes of device memory, which other work uses only if it is ordered against the stream. The stream
+    /// belongs to the thread's current context.
     pub(in crate::cuda) unsafe fn copy_to(
-        &self,
-        range: Range<usize>,
+        &mut self,
+        len: usize,
         to: u64,
-        stream: Stream,
-    ) -> Result<(), LaunchError> {
-        // SAFETY: in the memory, which is initialized. The caller vouches that nothing writes to the part.
-        let bytes = unsafe { std::slice::from_raw_parts(self.address(&range), range.len()) };
-        // SAFETY: the caller's obligations.
-        Ok(unsafe { result::memcpy_htod_async(to, bytes, stream.as_raw().cast()) }?)
+        mut copies: Copies<OwnStream>,
+    ) -> Result<Arc<CudaEvent>, LaunchError> {
+        OperandError::within("the bytes to copy", len, self.range.len())?;
+        let stream = copies.stream().raw().as_raw().cast();
+        // SAFETY: the caller's obligations. The memory is not written or given back before the end of the copies.
+        unsafe { result::memcpy_htod_async(to, &self.bytes()[..len], stream) }?;
+        self.is_copied_until(copies.end_event());
+        copies.end()?;
+        Ok(Arc::clone(copies.end_event()))
     }
 
-    /// The address of a part.
-    fn address(&self, range: &Range<usize>) -> *mut u8 {
-        assert!(range.start <= range.end && range.end <= self.len, "the part is in the arena");
-        // SAFETY: in the allocation.
-        unsafe { self.ptr.add(range.start) }
+    fn wait(&mut self) {
+        if let Some(copied) = self.copied.take() {
+            let _relaxed = Relaxed::new();
+            // On an error the context is gone, and with it the copy.
+            let _ = copied.synchronize();
+        }
+    }
+}
+
+impl Drop for HostPart {
+    fn drop(&mut self) {
+        self.wait();
+        self.arena.lent.give_back(&self.range);
     }
 }
 
 impl Drop for HostArena {
-    /// The owner has waited for all copies.
+    /// All parts, each of which has waited for its copies, are gone.
     fn drop(&mut self) {
         // On an error the context is gone, and with it the memory.
         let _ = self.context.bind_to_thread();

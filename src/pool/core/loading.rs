@@ -160,7 +160,7 @@ impl Core {
             Ok(()) => self.has_placed(id, &copy),
             Err(error) => {
                 self.device.evict(copy.slot);
-                self.fail(id, error);
+                self.fail(id, Arc::new(error));
             }
         }
         Placed::Done
@@ -178,7 +178,7 @@ impl Core {
 
     /// Takes note of the end of a read.
     pub(crate) fn has_read(&mut self, read: Read, backend: &mut impl Backend) {
-        let Read { id, time, result } = read;
+        let Read { id, time, result, .. } = read;
         self.reads -= 1;
         self.counters.read_time += time;
         let Some(entry) = self.adapters.get_mut(&id) else { return };
@@ -201,7 +201,7 @@ impl Core {
             Err(error) => {
                 copy.into_iter().for_each(|copy| self.device.evict(copy.slot));
                 self.host.blocks.free(block);
-                self.fail(id, error);
+                self.fail(id, Arc::new(error));
                 self.queue.retain(|&other| other != id);
             }
         }
@@ -213,10 +213,18 @@ impl Core {
         self.device.has_copied(number);
     }
 
+    /// Takes note that nothing ends any more which is under way: its memory is not used again, and those who wait for it are told why.
+    pub(crate) fn stop(&mut self, error: Option<LoadError>) {
+        let Some(error) = error.map(Arc::new) else { return };
+        self.queue.clear();
+        let waits = |entry: &Entry| entry.is_waiting || entry.loading.is_some();
+        let waiting: Vec<_> = self.adapters.iter().filter(|(_, entry)| waits(entry)).map(|(&id, _)| id).collect();
+        waiting.into_iter().for_each(|id| self.fail(id, Arc::clone(&error)));
+    }
+
     /// Takes note of an adapter that could not be loaded.
-    fn fail(&mut self, id: AdapterId, error: LoadError) {
+    fn fail(&mut self, id: AdapterId, error: Arc<LoadError>) {
         self.counters.failures += 1;
-        let error = Arc::new(error);
         if let Some(entry) = self.adapters.get_mut(&id) {
             entry.failure = Some(Arc::clone(&error));
             entry.is_waiting = false;

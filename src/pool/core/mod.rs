@@ -2,6 +2,8 @@
 
 mod batch;
 mod device;
+#[cfg(test)]
+mod group_tests;
 mod loading;
 #[cfg(test)]
 mod loading_tests;

@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IteratorRandom};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
+use serde_json::{Value, json};
+
 use super::{
     Core, Entry, Granted, HostPlace, Limits, Rule,
     test_device::{Obligation, TestDevice},
@@ -18,6 +20,7 @@ use crate::{
         ChannelError, OnRanks,
         pool::{Agreement, Exchange, Said},
     },
+    model::TpRank,
     pool::{AdapterId, AdapterPool, Load, PoolError, StreamId, Version, backend::Backend},
 };
 
@@ -47,9 +50,11 @@ struct Uses {
 }
 
 /// The devices of a pool.
-trait Worlds: Backend<Source = usize> {
+trait Worlds: Backend {
     /// Of one world, or more.
-    fn of(worlds: Vec<TestDevice>) -> Self;
+    fn of(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self;
+    /// The source of an adapter of so many bytes.
+    fn source(bytes: usize) -> Self::Source;
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice>;
     /// Reads that the pool has not heard of the end of.
     fn num_reads(&self) -> usize;
@@ -60,8 +65,12 @@ trait Worlds: Backend<Source = usize> {
 }
 
 impl Worlds for TestDevice {
-    fn of(mut worlds: Vec<TestDevice>) -> Self {
+    fn of(mut worlds: Vec<TestDevice>, _: &mut StdRng, _: Broken) -> Self {
         worlds.swap_remove(0)
+    }
+
+    fn source(bytes: usize) -> usize {
+        bytes
     }
 
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
@@ -77,14 +86,82 @@ impl Worlds for TestDevice {
 struct Here;
 
 impl Exchange for Here {
-    fn exchange(&mut self, said: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
+    fn exchange(&mut self, _: TpRank, said: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
         Ok(said)
     }
 }
 
+/// One rank is on this thread. What two others say has the form of answers, and is made up.
+struct Lies {
+    rng: StdRng,
+    /// Whether what this rank says is changed, too.
+    of_own: bool,
+}
+
+impl Exchange for Lies {
+    fn exchange(&mut self, _: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
+        let said = serde_json::to_value(&own[0]).unwrap();
+        let of_others = [(); 2].map(|()| self.lie(said.clone()));
+        let first = if self.of_own { self.lie(said) } else { said };
+        Ok([first].into_iter().chain(of_others).map(|said| serde_json::from_value(said).unwrap()).collect())
+    }
+}
+
+impl Lies {
+    /// The same rank, with another answer.
+    fn lie(&mut self, mut said: Value) -> Value {
+        let rng = &mut self.rng;
+        let (on, answer) = (said["on"].clone(), &mut said["answer"]);
+        let some = |rng: &mut StdRng, most: &Value| rng.random_range(0..=most.as_u64().unwrap().saturating_add(2));
+        if rng.random_ratio(1, 3) {
+            return said;
+        }
+        let failed = json!({ "Failed": { "reason": "a lie" } });
+        match on.as_str() {
+            None => {
+                let ends = answer["Ends"]["reads"].as_array_mut().unwrap();
+                let all = [json!("UnderWay"), json!({ "Whole": 0 }), json!("Failed"), json!({ "Clear": 0 })];
+                ends.iter_mut().for_each(|end| *end = all[rng.random_range(0..all.len())].clone());
+                answer["Ends"]["copied"] = json!(on["Ends"]["copied"].as_u64().unwrap() + rng.random_range(0..4));
+            }
+            Some("Size") => answer["Size"]["bytes"] = json!(some(rng, &answer["Size"]["bytes"])),
+            Some("Copy" | "Point") => *answer = if rng.random() { json!("Yes") } else { failed },
+            Some(_) => *answer = json!(if rng.random_ratio(3, 4) { "Yes" } else { "No" }),
+        }
+        said
+    }
+}
+
+impl Worlds for OnRanks<Lies, TestDevice> {
+    fn of(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self {
+        OnRanks::of(Lies { rng: StdRng::seed_from_u64(rng.random()), of_own: broken.is_own_changed }, worlds)
+    }
+
+    fn source(bytes: usize) -> Self::Source {
+        Ok(bytes)
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
+        self.backends()
+    }
+
+    fn num_reads(&self) -> usize {
+        OnRanks::num_reads(self)
+    }
+}
+
 impl Worlds for OnRanks<Here, TestDevice> {
-    fn of(worlds: Vec<TestDevice>) -> Self {
-        OnRanks::of(Here, worlds)
+    fn of(mut worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self {
+        // Some take a little more on some ranks.
+        let extra = |world: &mut TestDevice| world.extra_bytes = rng.random_range(0..2) * GRANULE_BYTES;
+        worlds.iter_mut().for_each(extra);
+        let mut ranks = OnRanks::of(Here, worlds);
+        ranks.agreements.broken = broken.agreement;
+        ranks
+    }
+
+    fn source(bytes: usize) -> Self::Source {
+        Ok(bytes)
     }
 
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
@@ -102,6 +179,8 @@ struct Broken {
     rule: Option<Rule>,
     obligation: Option<Obligation>,
     agreement: Option<Agreement>,
+    /// What a rank has said comes back changed, and counts.
+    is_own_changed: bool,
 }
 
 /// A host with a pool and its devices.
@@ -146,7 +225,8 @@ impl<W: Worlds> Schedule<W> {
             world.broken = broken.obligation;
             world
         });
-        let mut pool = AdapterPool::within(W::of(worlds.collect()), limits).unwrap();
+        let worlds = worlds.collect();
+        let mut pool = AdapterPool::within(W::of(worlds, &mut rng, broken), limits).unwrap();
         pool.core.device.rules.broken = broken.rule;
         for stream in 1..streams {
             assert_eq!(pool.new_stream(), StreamId(stream));
@@ -170,6 +250,21 @@ impl<W: Worlds> Schedule<W> {
         schedule
     }
 
+    /// Runs up to `actions` actions, or until the ranks cannot agree any more, and then the device. Returns what went wrong there.
+    fn run_device_of(mut self, actions: usize) -> Result<(), String> {
+        for _ in 0..actions {
+            if self.pool.backend.check().is_err() {
+                break;
+            }
+            self.act();
+            self.run_device();
+            self.check_device()?;
+        }
+        self.pool.poll();
+        while (0..=self.num_streams).any(|stream| self.any_world().run(stream)) {}
+        self.check_device()
+    }
+
     /// Runs up to `actions` actions, then lets everything end. Returns what went wrong.
     fn run(mut self, actions: usize) -> Result<(), String> {
         for _ in 0..actions {
@@ -181,7 +276,7 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn register(&mut self) {
-        let source = self.rng.random_range(1..5 * GRANULE_BYTES);
+        let source = W::source(self.rng.random_range(1..5 * GRANULE_BYTES));
         let id = if self.rng.random() {
             self.pool.register(source)
         } else {
@@ -254,14 +349,20 @@ impl<W: Worlds> Schedule<W> {
                     self.adapters.remove(&id);
                     self.unregister(id);
                     let again = self.pool.prepare(&[id], StreamId::FIRST);
-                    assert!(matches!(again, Err(PoolError::Unknown { id: other }) if other == id));
+                    let is_unknown = matches!(again, Err(PoolError::Unknown { id: other }) if other == id);
+                    assert!(is_unknown || self.pool.backend.check().is_err());
                 }
             }
             _ => {
-                let (may, is_of_copies) = (self.may_hinder(), self.rng.random());
-                let world = self.any_world();
-                let refuses = if is_of_copies { &mut world.refuses_copies } else { &mut world.refuses_points };
-                *refuses = may && !*refuses;
+                let (may, what, is_group) = (self.may_hinder(), self.rng.random_range(0..3), self.num_worlds > 1);
+                let world = self.rng.random_range(0..self.num_worlds);
+                let number = world as u64 + 1;
+                let world = self.pool.backend.get(world);
+                match what {
+                    0 => world.refuses_copies = may && !world.refuses_copies,
+                    1 => world.refuses_points = may && !world.refuses_points,
+                    _ => world.other = if is_group && may && world.other == 0 { number } else { 0 },
+                }
             }
         }
     }
@@ -422,9 +523,13 @@ impl<W: Worlds> Schedule<W> {
         }
     }
 
+    fn check_device(&mut self) -> Result<(), String> {
+        self.pool.backend.each().find_map(|world| world.wrong.clone()).map_or(Ok(()), Err)
+    }
+
     fn check(&mut self) -> Result<(), String> {
-        let in_world = self.pool.backend.each().find_map(|world| world.wrong.clone());
-        if let Some(wrong) = self.wrong.clone().or(in_world) {
+        self.check_device()?;
+        if let Some(wrong) = self.wrong.clone() {
             return Err(wrong);
         }
         let is_lost =
@@ -529,6 +634,7 @@ impl<W: Worlds> Schedule<W> {
     fn finish(mut self) -> Result<(), String> {
         for world in self.pool.backend.each() {
             (world.refuses_copies, world.refuses_points, world.is_capturing) = (false, false, false);
+            world.other = 0;
         }
         while !self.held.is_empty() {
             self.end_lease();
@@ -601,11 +707,7 @@ impl<W: Worlds> Schedule<W> {
 fn first_wrong(is_group: bool, schedules: u64, broken: Broken) -> Option<(u64, usize, String)> {
     let run = |seed, actions| match is_group {
         false => Schedule::<TestDevice>::new(seed, 1, broken).run(actions),
-        true => {
-            let mut schedule = Schedule::<OnRanks<Here, TestDevice>>::new(seed, 3, broken);
-            schedule.pool.backend.agreements.broken = broken.agreement;
-            schedule.run(actions)
-        }
+        true => Schedule::<OnRanks<Here, TestDevice>>::new(seed, 3, broken).run(actions),
     };
     // A group agrees on the ends of reads and copies, so that less happens in as many actions.
     let most = if is_group { 2 * MAX_ACTIONS } else { MAX_ACTIONS };
@@ -621,6 +723,16 @@ fn no_kernel_reads_a_wrong_adapter() {
 #[test]
 fn no_kernel_of_a_rank_reads_a_wrong_adapter() {
     assert_eq!(first_wrong(true, SCHEDULES, Broken::default()), None);
+}
+
+/// Whatever the others are said to say.
+#[test]
+fn no_message_decides_the_memory_of_a_rank() {
+    let run = |seed, broken| Schedule::<OnRanks<Lies, TestDevice>>::new(seed, 1, broken).run_device_of(MAX_ACTIONS);
+    let wrong = |broken, schedules| (0..schedules).into_par_iter().find_map_first(|seed| run(seed, broken).err());
+    assert_eq!(wrong(Broken::default(), BROKEN), None);
+    // What this rank says is what it has done.
+    assert!(wrong(Broken { is_own_changed: true, ..Broken::default() }, BROKEN).is_some());
 }
 
 #[test]
@@ -664,6 +776,8 @@ fn every_obligation_of_a_backend_is_needed() {
 #[test]
 fn every_agreement_of_a_group_is_needed() {
     let agreements = [
+        Agreement::Sized,
+        Agreement::Same,
         Agreement::Reads,
         Agreement::Copies,
         Agreement::Begun,

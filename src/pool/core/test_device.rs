@@ -2,7 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::{collections::VecDeque, ops::Range, time::Duration};
+use std::{
+    collections::{HashMap, VecDeque},
+    ops::Range,
+    time::Duration,
+};
 
 use crate::{
     Slot,
@@ -17,6 +21,8 @@ use crate::{
 
 /// What a granule has while it is written.
 const TORN: u64 = u64::MAX;
+/// What a granule has of an adapter in the place of another.
+const OTHER: u64 = u64::MAX - 1;
 
 /// Obligations of a backend, to break on purpose.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -57,6 +63,9 @@ enum Work {
 /// A read that has not ended.
 struct Reading {
     id: AdapterId,
+    /// What it writes.
+    content: u64,
+    fingerprint: u64,
     to: Range<usize>,
     /// Granules that are packed.
     packed: usize,
@@ -97,6 +106,12 @@ pub(super) struct TestDevice {
     pub(super) refuses_copies: bool,
     /// Whether slots cannot be pointed to adapters.
     pub(super) refuses_points: bool,
+    /// What reads find in place of adapters, if it is not 0.
+    pub(super) other: u64,
+    /// Bytes that an adapter takes on this rank beside those of its source.
+    pub(super) extra_bytes: usize,
+    /// Of adapters on this rank.
+    sizes: HashMap<AdapterId, usize>,
     /// Whether reads copy adapters part by part.
     copies_parts: bool,
     /// The first wrong read.
@@ -127,6 +142,9 @@ impl TestDevice {
             is_capturing: false,
             refuses_copies: false,
             refuses_points: false,
+            other: 0,
+            extra_bytes: 0,
+            sizes: HashMap::new(),
             copies_parts,
             wrong: None,
         }
@@ -169,9 +187,9 @@ impl TestDevice {
     /// Packs the next granule of a read, which copies it. Returns whether there was one.
     pub(super) fn pack(&mut self, read: usize) -> bool {
         let keeps = self.keeps(Obligation::Revoked);
-        let Reading { id, to, packed, copy, is_revoked, end } = &mut self.reads[read];
+        let Reading { content, to, packed, copy, is_revoked, end, .. } = &mut self.reads[read];
         let Some(granule) = granules(to).nth(*packed).filter(|_| end.is_none()) else { return false };
-        self.host[granule] = id.get();
+        self.host[granule] = *content;
         if let (Some(copy), Some(transfer)) = (copy, self.streams.last_mut())
             && !(*is_revoked && keeps)
         {
@@ -211,9 +229,9 @@ impl TestDevice {
     /// Ends a read, unless it has ended, and tells the pool.
     pub(super) fn tell_read(&mut self, read: usize, is_good: bool) {
         self.end_read(read, is_good);
-        let Reading { id, end, .. } = self.reads.swap_remove(read);
+        let Reading { id, fingerprint, end, .. } = self.reads.swap_remove(read);
         let result = if end.unwrap() { Ok(()) } else { Err(SlotError::OtherTable.into()) };
-        self.told.push_back(Read { id, time: Duration::ZERO, result });
+        self.told.push_back(Read { id, time: Duration::ZERO, fingerprint, result });
     }
 
     /// Runs the next work of a stream, unless it must wait. Returns whether it ran.
@@ -248,20 +266,20 @@ impl TestDevice {
             }
             Some(Work::BeginCopy(copy)) => {
                 let found = self.host[granules(&copy.from)].to_vec();
-                self.expect(copy.id, &found, "a copy");
+                self.expect_copied(copy.id, &found, "a copy");
                 self.device[granules(&copy.to)].fill(TORN);
             }
             Some(Work::Part(copy, part)) => {
                 let found = granules(&copy.from).nth(part).map(|granule| self.host[granule]);
-                self.expect(copy.id, found.as_slice(), "a copy of a part");
-                if let Some(granule) = granules(&copy.to).nth(part) {
-                    self.device[granule] = copy.id.get();
+                self.expect_copied(copy.id, found.as_slice(), "a copy of a part");
+                if let (Some(granule), Some(found)) = (granules(&copy.to).nth(part), found) {
+                    self.device[granule] = found;
                 }
             }
             Some(Work::EndCopy(copy)) => {
                 let found = self.host[granules(&copy.from)].to_vec();
-                self.expect(copy.id, &found, "a copy");
-                self.device[granules(&copy.to)].fill(copy.id.get());
+                self.expect_copied(copy.id, &found, "a copy");
+                self.device[granules(&copy.to)].fill(found[0]);
                 self.has_run(copy.number);
             }
             Some(Work::EndParts(copy)) => self.has_run(copy.number),
@@ -290,6 +308,13 @@ impl TestDevice {
         }
     }
 
+    /// As [`expect`](Self::expect), of a copy, which may be of another adapter that was read.
+    fn expect_copied(&mut self, id: AdapterId, found: &[u64], who: &str) {
+        if found.is_empty() || found.iter().any(|&found| found != OTHER) {
+            self.expect(id, found, who);
+        }
+    }
+
     /// Takes note of what went wrong first.
     pub(super) fn is_wrong(&mut self, what: String) {
         self.wrong.get_or_insert(what);
@@ -310,11 +335,18 @@ impl Backend for TestDevice {
     type Step<'a> = ();
     type Error = OperandError;
 
-    fn add(&mut self, _id: AdapterId, bytes: usize) -> Result<usize, PoolError> {
+    fn shard(&self, source: &usize) -> Result<usize, LoadError> {
+        Ok(source + self.extra_bytes)
+    }
+
+    fn add(&mut self, id: AdapterId, bytes: usize) -> Result<usize, PoolError> {
+        self.sizes.insert(id, bytes);
         Ok(bytes)
     }
 
-    fn remove(&mut self, _id: AdapterId) {}
+    fn remove(&mut self, id: AdapterId) {
+        self.sizes.remove(&id);
+    }
 
     fn notice(&mut self, _wait: Option<Duration>) {}
 
@@ -327,10 +359,14 @@ impl Backend for TestDevice {
     }
 
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+        if self.sizes.get(&id).is_some_and(|bytes| *bytes > to.len()) {
+            self.is_wrong(format!("{id} is larger than its block, which has {} bytes", to.len()));
+        }
         self.host[granules(&to)].fill(TORN);
+        let (content, fingerprint) = if self.other == 0 { (id.get(), 0) } else { (OTHER, self.other) };
         let copy = copy.filter(|copy| self.number(copy)).cloned();
         let is_copied = copy.is_some();
-        self.reads.push(Reading { id, to, packed: 0, copy, is_revoked: false, end: None });
+        self.reads.push(Reading { id, content, fingerprint, to, packed: 0, copy, is_revoked: false, end: None });
         is_copied
     }
 
