@@ -21,6 +21,9 @@ pub trait Ranks {
     ///
     /// Another rank may be reading an adapter's files before it calls. A time limit must allow for that.
     ///
+    /// A panic is caught, and ends the group as an error does. So does a message of this rank that is not the one given, or one that no rank
+    /// sends. What other ranks are made to say decides no memory of this rank.
+    ///
     /// # Errors
     /// [`ChannelError`] if a rank does not answer. The channel is then not used again. Other ranks of the same call should also get an
     /// error; those that do not will get one from the next call.

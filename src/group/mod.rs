@@ -54,6 +54,7 @@ mod channel;
 mod error;
 mod load;
 pub(crate) mod pool;
+pub(crate) mod said;
 mod verdict;
 
 pub use self::{

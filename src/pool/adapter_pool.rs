@@ -75,7 +75,7 @@ impl<B: Backend> AdapterPool<B> {
     ///
     /// # Errors
     /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier; on the ranks of a group,
-    /// [`PoolError::Load`] if it does not match the table of each rank.
+    /// [`PoolError::Load`] if it does not match the table of each rank, or a rank has none.
     pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
         self.notice();
         self.backend.check()?;

@@ -259,7 +259,10 @@ impl Device for Machine {
     }
 
     fn register(&mut self, source: Source) -> AdapterId {
-        of!(&mut self.pool, pool => pool.register(source.into()).unwrap())
+        match &mut self.pool {
+            Pool::Alone(pool) => pool.register(source).unwrap(),
+            Pool::OfGroup(pool) => pool.register(Ok(source)).unwrap(),
+        }
     }
 
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {

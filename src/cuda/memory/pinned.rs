@@ -221,8 +221,10 @@ impl HostPart {
     /// Blocks this thread until the last copy has run, and returns the memory.
     pub(in crate::cuda) fn bytes(&mut self) -> &mut [u8] {
         self.wait();
-        // SAFETY: the part is in the memory, which is initialized and lives as long as the arena. No other part overlaps this one.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.ptr.add(self.range.start), self.range.len()) }
+        // SAFETY: the part is in the allocation.
+        let start = unsafe { self.arena.ptr.add(self.range.start) };
+        // SAFETY: the memory is initialized and lives as long as the arena. No other part overlaps this one, and no copy reads it.
+        unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
     }
 
     /// Takes note of copies of the memory that end with this event.

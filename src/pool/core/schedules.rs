@@ -18,7 +18,8 @@ use crate::{
     blocks::{self, GRANULE_BYTES},
     group::{
         ChannelError, OnRanks,
-        pool::{Agreement, Exchange, Said},
+        pool::Agreement,
+        said::{Exchange, Said},
     },
     model::TpRank,
     pool::{AdapterId, AdapterPool, Load, PoolError, StreamId, Version, backend::Backend},
