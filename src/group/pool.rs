@@ -510,7 +510,8 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
                 member.notice(wait.filter(|_| member.ended.len() < enough));
             }
             if self.reading.is_empty() && self.copying.is_empty() {
-                return;
+                // Copies that not all ranks could enqueue.
+                return self.members.iter_mut().for_each(|member| member.copied.clear());
             }
             let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
             let (reads, copied) = (reading.len().min(MAX_READS), self.copied);

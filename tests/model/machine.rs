@@ -2,6 +2,7 @@
 
 use std::{
     panic::{self, AssertUnwindSafe},
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -10,15 +11,15 @@ use aril::{
     DType, Slot,
     adapter::SlotImage,
     error::{LoadError, SlotError},
-    group::{GroupPool, InProcess},
-    model::{LinearId, Model},
+    group::{ChannelError, GroupPool, InProcess, Message, Ranks},
+    model::{LinearId, Model, TpRank},
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
     routing::Batch,
     slots::Resident,
 };
 
 use super::{
-    ADAPTERS, BYTES, Captured, Device, FEATURES, Of, PENDING, Refused, SLOTS, STREAMS, Table, capacity,
+    ADAPTERS, BYTES, Captured, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, capacity,
     routing_capacity, spec,
 };
 use crate::backend::{
@@ -42,7 +43,36 @@ pub struct Machine {
 
 enum Pool {
     Alone(AdapterPool),
-    OfGroup(GroupPool<InProcess, Tiers>),
+    OfGroup(GroupPool<Failing, Tiers>, Arc<Mutex<Option<Fails>>>),
+}
+
+/// A channel that fails once it is to.
+struct Failing {
+    channel: InProcess,
+    fails: Arc<Mutex<Option<Fails>>>,
+}
+
+impl Ranks for Failing {
+    fn tp(&self) -> TpRank {
+        self.channel.tp()
+    }
+
+    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+        let mut messages = self.channel.all_gather(message)?;
+        match *self.fails.lock().unwrap() {
+            None => {}
+            Some(Fails::Panics) => panic::resume_unwind(Box::new(())),
+            Some(Fails::Lies) => {
+                let mut bytes = *message.as_bytes();
+                // Of a number, a name or the end.
+                let place = bytes.iter().rposition(u8::is_ascii_digit).unwrap_or(0);
+                bytes[place] ^= 1;
+                messages[0] = Message::from_bytes(bytes);
+            }
+            Some(Fails::Empty) => messages.clear(),
+        }
+        Ok(messages)
+    }
 }
 
 /// The same of either pool.
@@ -50,7 +80,7 @@ macro_rules! of {
     ($all:expr, $pool:ident => $of:expr) => {
         match $all {
             Pool::Alone($pool) => $of,
-            Pool::OfGroup($pool) => $of,
+            Pool::OfGroup($pool, _) => $of,
         }
     };
 }
@@ -133,7 +163,9 @@ fn new_pool(backend: &Backend, model: &Model, is_of_group: bool) -> (Pool, Vec<S
         return (Pool::Alone(pool), streams);
     }
     let ranks = InProcess::group(1, Duration::from_secs(60)).pop().unwrap();
-    (Pool::OfGroup(GroupPool::new(ranks, pool).unwrap()), streams)
+    let fails = Arc::new(Mutex::new(None));
+    let ranks = Failing { channel: ranks, fails: Arc::clone(&fails) };
+    (Pool::OfGroup(GroupPool::new(ranks, pool).unwrap(), fails), streams)
 }
 
 /// The step loop of an engine, for one layer.
@@ -258,11 +290,17 @@ impl Device for Machine {
         })
     }
 
-    fn register(&mut self, source: Source) -> AdapterId {
+    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
         match &mut self.pool {
-            Pool::Alone(pool) => pool.register(source).unwrap(),
-            Pool::OfGroup(pool) => pool.register(Ok(source)).unwrap(),
+            Pool::Alone(pool) => pool.register(source),
+            Pool::OfGroup(pool, _) => pool.register(Ok(source)),
         }
+    }
+
+    fn fail_channel(&mut self, how: Fails) -> bool {
+        let Pool::OfGroup(_, fails) = &self.pool else { return false };
+        fails.lock().unwrap().get_or_insert(how);
+        true
     }
 
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
@@ -280,8 +318,8 @@ impl Device for Machine {
         })
     }
 
-    fn end_step(&mut self, stream: usize) {
-        of!(&mut self.pool, pool => pool.end_step(self.streams[stream]).unwrap());
+    fn end_step(&mut self, stream: usize) -> Result<(), PoolError> {
+        of!(&mut self.pool, pool => pool.end_step(self.streams[stream]))
     }
 
     fn leases(&mut self) -> usize {

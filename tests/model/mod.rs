@@ -14,6 +14,7 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, SlotImage},
     error::{LoadError, OperandError, SlotError},
+    group::GroupError,
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
@@ -163,11 +164,13 @@ pub trait Device {
         to: Slot,
         image: &SlotImage<'_>,
     ) -> (Vec<f32>, Result<Resident, LoadError>);
-    fn register(&mut self, source: Source) -> AdapterId;
+    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError>;
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
     /// Leases an adapter, once copies have ended and it has been read.
     fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError>;
-    fn end_step(&mut self, stream: usize);
+    fn end_step(&mut self, stream: usize) -> Result<(), PoolError>;
+    /// If the pool is that of a group, its channel fails from now on. Returns whether it is.
+    fn fail_channel(&mut self, how: Fails) -> bool;
     /// Leases that the pool knows of.
     fn leases(&mut self) -> usize;
     /// The bytes that the pool still has on the device and in host memory when all work has ended.
@@ -186,6 +189,16 @@ pub enum Image {
     NotFinite,
     /// The callback for the progress panics.
     Panics,
+}
+
+/// How the channel of a group fails.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Fails {
+    Panics,
+    /// It returns another message of its own rank.
+    Lies,
+    /// It returns no message.
+    Empty,
 }
 
 /// The slot of a row.
@@ -217,6 +230,7 @@ pub enum Call {
     DropLease(usize, bool),
     EndStep(usize),
     RenewPool,
+    FailChannel(Fails),
     /// A lease of a pool that is gone, on this thread or on another.
     DropOrphan(bool),
     Step(Of, usize, Vec<Row>),
@@ -287,7 +301,11 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         6 => (0..20_usize, 0..STREAMS).prop_map(|(id, stream)| Call::Acquire(id, stream)),
         4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
         4 => (0..STREAMS).prop_map(Call::EndStep),
-        1 => prop_oneof![1 => Just(Call::RenewPool), 2 => any::<bool>().prop_map(Call::DropOrphan)],
+        2 => prop_oneof![
+            2 => Just(Call::RenewPool),
+            3 => any::<bool>().prop_map(Call::DropOrphan),
+            2 => prop::sample::select(vec![Fails::Panics, Fails::Lies, Fails::Empty]).prop_map(Call::FailChannel),
+        ],
         10 => (of(), routing(), rows()).prop_map(|(of, routing, rows)| Call::Step(of, routing, rows)),
     ];
     let of_graphs = prop_oneof![
@@ -342,6 +360,9 @@ pub struct Expected<D: Device> {
     device: D,
     /// Pools so far.
     pools: usize,
+    /// Whether the pool's channel fails, and whether a call has said so.
+    channel_fails: bool,
+    is_over: bool,
     /// Leases of earlier pools.
     orphans: Vec<Lease>,
     other: (Model, Adapter),
@@ -373,6 +394,8 @@ impl<D: Device> Expected<D> {
             pending: Vec::new(),
             device,
             pools: 1,
+            channel_fails: false,
+            is_over: false,
             orphans: Vec::new(),
             other,
             next: 1.0,
@@ -429,7 +452,9 @@ impl<D: Device> Expected<D> {
                     let value = self.number();
                     let adapter = Arc::new(adapter(8, value, panics));
                     let source = Source::memory(adapter, self.device.model(), DType::F32).unwrap();
-                    let (id, streams, waits_for) = (self.device.register(source), BTreeSet::new(), BTreeSet::new());
+                    let registered = self.device.register(source);
+                    let Some(id) = self.unless_over(registered)? else { return Ok(()) };
+                    let (streams, waits_for) = (BTreeSet::new(), BTreeSet::new());
                     self.adapters.push(Registered { id, value, panics, is_gone: false, streams, waits_for });
                 }
                 Ok(())
@@ -459,7 +484,10 @@ impl<D: Device> Expected<D> {
                 Ok(())
             }
             Call::EndStep(stream) => {
-                self.device.end_step(stream);
+                let ended = self.device.end_step(stream);
+                if self.unless_over(ended)?.is_none() {
+                    return Ok(());
+                }
                 self.held.retain(|held| held.lease.is_some() || held.stream != stream);
                 self.adapters.iter_mut().for_each(|adapter| adapter.waits_for.retain(|&other| other != stream));
                 Ok(())
@@ -467,12 +495,17 @@ impl<D: Device> Expected<D> {
             Call::RenewPool => {
                 self.device.renew_pool();
                 self.pools += 1;
+                (self.channel_fails, self.is_over) = (false, false);
                 self.orphans.extend(self.held.drain(..).filter_map(|held| held.lease));
                 for adapter in &mut self.adapters {
                     adapter.is_gone = true;
                     adapter.streams.clear();
                     adapter.waits_for.clear();
                 }
+                Ok(())
+            }
+            Call::FailChannel(how) => {
+                self.channel_fails |= self.device.fail_channel(how);
                 Ok(())
             }
             Call::DropOrphan(elsewhere) => {
@@ -685,7 +718,17 @@ impl<D: Device> Expected<D> {
     fn acquire(&mut self, index: usize, stream: usize) -> Outcome {
         let Some(index) = of(index, self.adapters.len()) else { return Ok(()) };
         let is_busy: Vec<_> = (0..self.adapters.len()).map(|adapter| self.is_busy(adapter)).collect();
-        let result = self.device.acquire(self.adapters[index].id, stream);
+        let mut result = self.device.acquire(self.adapters[index].id, stream);
+        if self.channel_fails {
+            result = match result {
+                // Another answer says nothing of the channel, or of why the adapter is not there.
+                Err(error) if !matches!(error, PoolError::Load(_)) && !self.is_over => return Ok(()),
+                result => match self.unless_over(result)? {
+                    Some(lease) => Ok(lease),
+                    None => return Ok(()),
+                },
+            };
+        }
         let adapter = &self.adapters[index];
         let others = is_busy.iter().enumerate().filter(|&(other, is_busy)| other != index && *is_busy).count();
         if adapter.is_gone {
@@ -707,6 +750,19 @@ impl<D: Device> Expected<D> {
             self.held.push(Held { adapter: index, slot: lease.slot(), stream, lease: Some(lease) });
         }
         Ok(())
+    }
+
+    /// What a call of the pool returned; `None` if the ranks of its group cannot agree any more. From then on, they cannot.
+    fn unless_over<T: std::fmt::Debug>(&mut self, result: Result<T, PoolError>) -> Result<Option<T>, String> {
+        match result {
+            Err(PoolError::Load(LoadError::Group(error))) if self.channel_fails => {
+                self.is_over = true;
+                expect!(matches!(*error, GroupError::Channel(_)), "{error:?}");
+                Ok(None)
+            }
+            Ok(value) if !self.is_over => Ok(Some(value)),
+            result => Err(format!("the pool is over: {}, but {result:?}", self.is_over)),
+        }
     }
 
     fn step(&mut self, of: Of, routing: usize, rows: &[Row]) -> Outcome {
@@ -794,7 +850,11 @@ impl<D: Device> Expected<D> {
         for adapter in self.adapters.iter().filter(|adapter| !adapter.is_gone) {
             self.device.unregister(adapter.id).map_err(|error| error.to_string())?;
         }
-        (0..STREAMS).for_each(|stream| self.device.end_step(stream));
+        let ended: Result<Vec<_>, _> = (0..STREAMS).map(|stream| self.device.end_step(stream)).collect();
+        if self.unless_over(ended)?.is_none() || self.channel_fails {
+            // What is under way does not end.
+            return Ok(());
+        }
         let left = self.device.left();
         expect!(left == [0; 2], "{left:?} are left");
         Ok(())
@@ -957,8 +1017,12 @@ impl<D: Device> Device for Broken<D> {
         self.device.step_beside(slots, to, image)
     }
 
-    fn register(&mut self, source: Source) -> AdapterId {
+    fn register(&mut self, source: Source) -> Result<AdapterId, PoolError> {
         self.device.register(source)
+    }
+
+    fn fail_channel(&mut self, how: Fails) -> bool {
+        self.device.fail_channel(how)
     }
 
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError> {
@@ -972,11 +1036,11 @@ impl<D: Device> Device for Broken<D> {
         self.device.acquire(id, stream)
     }
 
-    fn end_step(&mut self, stream: usize) {
+    fn end_step(&mut self, stream: usize) -> Result<(), PoolError> {
         if self.breaks(Promise::EveryStream) {
-            (0..STREAMS).for_each(|stream| self.device.end_step(stream));
+            (0..STREAMS).try_for_each(|stream| self.device.end_step(stream))?;
         }
-        self.device.end_step(stream);
+        self.device.end_step(stream)
     }
 
     fn leases(&mut self) -> usize {
