@@ -1,6 +1,6 @@
 //! The skeleton of an engine on the CPU: adapters by name, batches that mix adapters, and a loader thread beside the steps.
 //!
-//! The model is one layer whose base computes `y = x`. A request keeps the [`Resident`] of its adapter from its admission on. A step
+//! The model is one layer whose base computes `y = x`. A request keeps the [`Slot`] of its adapter from its admission on. A step
 //! serves this adapter or reports that it is gone; it never serves the adapter that took its slot.
 
 #![forbid(unsafe_code)]
@@ -15,24 +15,23 @@ use aril::{
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
 const FEATURES: usize = 4;
-const NUM_SLOTS: u16 = 2;
+const NUM_SLOTS: usize = 2;
 const POISONED: &str = "a thread that loaded has panicked";
 
 struct Engine {
     weights: WeightTable,
     layer: LoraLinear,
-    adapters: Mutex<BTreeMap<String, Resident>>,
+    adapters: Mutex<BTreeMap<String, Slot>>,
 }
 
 /// One token and its adapter.
 struct Request {
-    adapter: Option<Resident>,
+    slot: Slot,
     x: [f32; FEATURES],
 }
 
@@ -40,7 +39,7 @@ impl Engine {
     fn new() -> Result<Self> {
         let mut spec = ModelSpec::new();
         let proj = spec.linear(Linear::new("", Parallel::Replicated, FEATURES).slice("proj", FEATURES))?;
-        let capacity = Capacity::tokens(8).slots(NUM_SLOTS.into()).rank(8);
+        let capacity = Capacity::tokens(8).slots(NUM_SLOTS).rank(8);
         let weights = WeightTable::new(&spec.shard(TpRank::SINGLE)?, DType::F32, capacity, 1 << 20)?;
         Ok(Self { layer: LoraLinear::new(&weights, proj)?, weights, adapters: Mutex::default() })
     }
@@ -51,37 +50,40 @@ impl Engine {
         // Packing takes long. It holds no lock, and no step waits for it.
         let filled = self.weights.reserve(&image)?.fill(&image, &mut self.weights.staging()?)?;
         let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
-        let free = || (0..NUM_SLOTS).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
-        let slot = adapters.get(name).map(|old| old.slot()).or_else(free).ok_or("all slots are taken")?;
+        let free = || (0..NUM_SLOTS).find(|&slot| self.weights.get(slot).is_none());
+        let slot = adapters.get(name).and_then(|old| old.index()).or_else(free).ok_or("all slots are taken")?;
         adapters.insert(name.to_owned(), self.weights.commit(slot, filled)?);
         Ok(())
     }
 
     fn unload(&self, name: &str) -> Result<()> {
         let mut adapters = self.adapters.lock().map_err(|_| POISONED)?;
-        let resident = adapters.remove(name).ok_or("there is no such adapter")?;
-        Ok(self.weights.unload(resident.slot())?)
+        let slot = adapters.remove(name).and_then(Slot::index).ok_or("there is no such adapter")?;
+        Ok(self.weights.unload(slot)?)
     }
 
     fn admit(&self, adapter: Option<&str>, x: [f32; FEATURES]) -> Result<Request> {
         let adapters = self.adapters.lock().map_err(|_| POISONED)?;
-        let resident = |name| adapters.get(name).copied().ok_or("there is no such adapter");
-        Ok(Request { adapter: adapter.map(resident).transpose()?, x })
+        let slot = |name| adapters.get(name).copied().ok_or("there is no such adapter");
+        Ok(Request { slot: adapter.map_or(Ok(Slot::BASE), slot)?, x })
     }
 
     /// The output of each request, or an error if its adapter is gone.
     fn step(&self, requests: &[Request], workspace: &mut Workspace) -> Result<Vec<Result<[f32; FEATURES], SlotError>>> {
-        let slot = |request: &Request| request.adapter.map_or(Slot::BASE, Resident::slot);
-        let slots: Vec<Slot> = requests.iter().map(slot).collect();
+        // A step refuses a batch that names an adapter which is gone. From its start on, it keeps its adapters, whatever the loader does.
+        let is_there: Vec<_> = requests.iter().map(|request| self.weights.check([request.slot])).collect();
+        let slots = requests
+            .iter()
+            .zip(&is_there)
+            .map(|(request, there)| if there.is_ok() { request.slot } else { Slot::BASE });
+        let slots: Vec<Slot> = slots.collect();
         let x: Vec<_> = requests.iter().map(|request| request.x).collect();
         let mut y = x.clone();
         let mut step = self.weights.step(&Batch::new(&slots), workspace)?;
         let rows = requests.len();
         let (x, y_matrix) = (x.as_flattened(), MatrixMut::new(y.as_flattened_mut(), rows, FEATURES)?);
         self.layer.add_delta(&mut step, Matrix::new(x, rows, FEATURES)?, y_matrix)?;
-        // Check after the operations: an adapter that is still in its slot is the one they used, whatever the loader did.
-        let output = |(request, y): (&Request, _)| self.weights.check(request.adapter).map(|()| y);
-        Ok(requests.iter().zip(y).map(output).collect())
+        Ok(is_there.into_iter().zip(y).map(|(there, y)| there.map(|()| y)).collect())
     }
 }
 
@@ -111,16 +113,16 @@ fn main() -> Result<()> {
     assert!(engine.load("novelist", &adding(3.0)?).is_err(), "there are two slots");
 
     // A request never gets the adapter that replaced its own.
-    let gone = |slot, generation| Err(SlotError::Gone { slot: Slot::new(slot), generation });
+    let gone = |request: &Request| Err(SlotError::Gone { slot: request.slot });
     engine.load("pirate", &adding(-1.0)?)?;
     batch.push(engine.admit(Some("pirate"), x)?);
     let replaced = engine.step(&batch, &mut workspace)?;
-    assert_eq!(replaced, [Ok(x), gone(0, 1), Ok(added(2.0)), Ok(added(-1.0))]);
+    assert_eq!(replaced, [Ok(x), gone(&batch[1]), Ok(added(2.0)), Ok(added(-1.0))]);
     engine.unload("poet")?;
     engine.load("novelist", &adding(3.0)?)?;
     batch.push(engine.admit(Some("novelist"), x)?);
     let unloaded = engine.step(&batch, &mut workspace)?;
-    assert_eq!(unloaded, [Ok(x), gone(0, 1), gone(1, 2), Ok(added(-1.0)), Ok(added(3.0))]);
+    assert_eq!(unloaded, [Ok(x), gone(&batch[1]), gone(&batch[2]), Ok(added(-1.0)), Ok(added(3.0))]);
     assert!(engine.admit(Some("poet"), x).is_err());
     println!("Every request had its own adapter in every step, or was told that it is gone.");
     Ok(())

@@ -14,7 +14,6 @@ use aril::{
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -26,7 +25,7 @@ const ARENA_BYTES: usize = 1 << 20;
 /// The operations of a device.
 trait Device {
     /// Loads an adapter, replacing the slot's previous one.
-    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> std::result::Result<Resident, LoadError>;
+    fn load(&self, slot: usize, image: &SlotImage<'_>) -> std::result::Result<Slot, LoadError>;
 
     /// Adds the delta of each token to its row of `y`. Both are `[tokens, HIDDEN]`.
     fn add_delta(&mut self, batch: &Batch<'_>, x: &[f32], y: &mut [f32]) -> Result<()>;
@@ -58,16 +57,16 @@ fn main() -> Result<()> {
 
 /// The program: three steps, and an adapter that is replaced before the last. Returns the steps' outputs.
 fn run(device: &mut dyn Device, model: &Model) -> Result<[Vec<f32>; 3]> {
-    let first = load(device, model, Slot::new(0), 8)?;
-    let second = load(device, model, Slot::new(1), 3)?;
+    let first = load(device, model, 0, 8)?;
+    let second = load(device, model, 1, 3)?;
     let (mixed, single) = (step(device, &[first, Slot::BASE, second])?, step(device, &[second])?);
-    let first = load(device, model, first, 16)?;
+    let first = load(device, model, 0, 16)?;
     Ok([mixed, single, step(device, &[Slot::BASE, first, first, second])?])
 }
 
-fn load(device: &dyn Device, model: &Model, slot: Slot, rank: usize) -> Result<Slot> {
+fn load(device: &dyn Device, model: &Model, slot: usize, rank: usize) -> Result<Slot> {
     let adapter = adapter(rank)?;
-    Ok(device.load(slot, &adapter.plan(model, DType::F32)?)?.slot())
+    Ok(device.load(slot, &adapter.plan(model, DType::F32)?)?)
 }
 
 fn step(device: &mut dyn Device, slots: &[Slot]) -> Result<Vec<f32>> {
@@ -92,7 +91,7 @@ impl Cpu {
 }
 
 impl Device for Cpu {
-    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> std::result::Result<Resident, LoadError> {
+    fn load(&self, slot: usize, image: &SlotImage<'_>) -> std::result::Result<Slot, LoadError> {
         self.weights.load(slot, image)
     }
 
@@ -154,7 +153,7 @@ mod gpu {
     }
 
     impl Device for Gpu {
-        fn load(&self, slot: Slot, image: &SlotImage<'_>) -> std::result::Result<Resident, LoadError> {
+        fn load(&self, slot: usize, image: &SlotImage<'_>) -> std::result::Result<Slot, LoadError> {
             self.weights.load(slot, image)
         }
 

@@ -66,12 +66,11 @@ pub(crate) fn main() -> Result<()> {
     // The primary context, which a program with CUDA's runtime has current.
     let _context = CudaContext::new(0)?;
     let mut engine = Engine::new()?;
-    let [legal, support] = [Slot::new(0), Slot::new(1)];
-    engine.load(legal, 1)?;
+    let legal = engine.load(0, 1)?;
 
     // Captured before the second adapter is there. The graph follows the slots.
     let graph = engine.capture_decode()?;
-    engine.load(support, 2)?;
+    let support = engine.load(1, 2)?;
 
     // A step: the prompts on another stream, beside the decoded tokens.
     let prompts = [support; PREFILL];
@@ -82,7 +81,7 @@ pub(crate) fn main() -> Result<()> {
     expect("prompts", &engine.prefill.read(&engine.side)?, &[added(2.0); PREFILL])?;
 
     // An adapter is replaced. The next replay has the new one.
-    engine.load(legal, 5)?;
+    let legal = engine.load(0, 5)?;
     let decoded = engine.decode(&graph, &[legal])?;
     expect("decoded", &decoded, &[added(5.0), BASE, BASE, BASE])
 }
@@ -115,15 +114,14 @@ impl Engine {
     }
 
     /// Loads an adapter of rank 1 that adds `value` times the sum of x to every output. Any thread may.
-    fn load(&self, slot: Slot, value: u8) -> Result<()> {
+    fn load(&self, slot: usize, value: u8) -> Result<Slot> {
         let filled = |shape: [usize; 2], value: f32| {
             Tensor::new(DType::F32, shape, bytemuck::cast_slice(&[value; HIDDEN]).to_vec())
         };
         let (a, b) = (filled([1, HIDDEN], 1.0)?, filled([HIDDEN, 1], value.into())?);
         let tensors = [("attn.o_proj.lora_A.weight".to_owned(), a), ("attn.o_proj.lora_B.weight".to_owned(), b)];
         let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors)?;
-        self.weights.load(slot, &adapter.plan(self.weights.model(), self.weights.dtype())?)?;
-        Ok(())
+        Ok(self.weights.load(slot, &adapter.plan(self.weights.model(), self.weights.dtype())?)?)
     }
 
     /// The layers of the model, for eager steps and captured ones.
@@ -154,7 +152,9 @@ impl Engine {
         // Outside the graph, on the stream of the queue.
         let routing = &mut self.decode.routing;
         routing.wait()?;
-        routing.update(&Batch::new(slots))?;
+        let batch = routing.update(&Batch::new(slots))?;
+        // The adapters are those of the slots.
+        drop(self.weights.step(&batch, &mut self.decode.workspace)?);
         graph.launch(&self.main)?;
         self.decode.read(&self.main)
     }

@@ -83,8 +83,9 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], ranks: InProcess) -> Result<Ou
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
     let weights = WeightTable::new(&model, DType::F32, capacity, arena_bytes)?;
     let mut group = Group::new(ranks, weights.clone())?;
-    let slot = group.free_slot()?;
-    let slots = [group.load(slot, 1, || Ok(&adapter))?.slot(), Slot::BASE, slot];
+    let free = group.free_slot()?;
+    let slot = group.load(free, 1, || Ok(&adapter))?;
+    let slots = [slot, Slot::BASE, slot];
     let mut workspace = Workspace::default();
     let mut step = weights.step(&Batch::new(&slots), &mut workspace)?;
     let mut layer = |id: LinearId, first_module: usize, x: &[f32]| {

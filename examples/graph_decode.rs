@@ -2,16 +2,18 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::disallowed_methods, reason = "an example may allocate and wait where it likes")]
 
-use std::{error, thread, time::Duration};
+use std::{error, sync::Mutex, thread, time::Duration};
 
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{Buffer, Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, driver_is_present},
+    cuda::{
+        Buffer, Filled, Kernels, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
+        driver_is_present,
+    },
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 use cudarc::driver::CudaContext;
 
@@ -43,14 +45,16 @@ fn main() -> Result<(), Error> {
         layer.add_delta(step, Matrix::new(&x, ROWS, HIDDEN)?, MatrixMut::new(&mut y, ROWS, HIDDEN)?)
     })?;
 
-    let [kept, replaced] = [Slot::new(0), Slot::new(1)];
-    load(&weights, kept, 1)?;
-    load(&weights, replaced, 1)?;
+    let (kept, replaced) = (load(&weights, 0, 1)?, Mutex::new(load(&weights, 1, 1)?));
     thread::scope(|threads| {
         let loader = threads.spawn(|| {
             (2..=5).try_for_each(|value| {
                 thread::sleep(Duration::from_millis(10));
-                load(&weights, replaced, value).map(drop)
+                // The lock spans no packing, and keeps a step from the old slot.
+                let filled = fill(&weights, value)?;
+                let mut replaced = replaced.lock().map_err(|_| "the stepping thread panicked")?;
+                *replaced = weights.commit(1, filled)?;
+                Ok::<_, Error>(())
             })
         });
 
@@ -58,10 +62,12 @@ fn main() -> Result<(), Error> {
         let (mut steps, mut last) = (0, Vec::new());
         loop {
             let is_last = loader.is_finished();
-            let batch = routing.update(&Batch::new(&[kept, Slot::BASE, replaced]))?;
             x.write(&[1.0; ROWS * HIDDEN])?;
             y.write(&[100.0; ROWS * HIDDEN])?;
+            let replaced = replaced.lock().map_err(|_| "the loader panicked")?;
+            let batch = routing.update(&Batch::new(&[kept, Slot::BASE, *replaced]))?;
             graph.replay(&mut weights.step(&batch, &mut workspace)?)?;
+            drop(replaced);
 
             let mut rows = [0.0; ROWS * HIDDEN];
             y.read(&mut rows)?;
@@ -78,12 +84,19 @@ fn main() -> Result<(), Error> {
     })
 }
 
-/// Loads an adapter of rank 1 that adds `value` times the sum of x to every output.
-fn load(weights: &WeightTable, slot: Slot, value: u8) -> Result<Resident, Error> {
+fn load(weights: &WeightTable, slot: usize, value: u8) -> Result<Slot, Error> {
+    Ok(weights.commit(slot, fill(weights, value)?)?)
+}
+
+/// Writes an adapter of rank 1 that adds `value` times the sum of x to every output.
+fn fill(weights: &WeightTable, value: u8) -> Result<Filled, Error> {
     let filled =
         |shape: [usize; 2], value: f32| Tensor::new(DType::F32, shape, bytemuck::cast_slice(&[value; HIDDEN]).to_vec());
     let (a, b) = (filled([1, HIDDEN], 1.0)?, filled([HIDDEN, 1], value.into())?);
     let tensors = [("attn.o_proj.lora_A.weight".to_owned(), a), ("attn.o_proj.lora_B.weight".to_owned(), b)];
     let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors)?;
-    Ok(weights.load(slot, &adapter.plan(weights.model(), weights.dtype())?)?)
+    let image = adapter.plan(weights.model(), weights.dtype())?;
+    let filled = weights.reserve(&image)?.fill(&image, &mut weights.staging()?)?;
+    filled.wait()?;
+    Ok(filled)
 }

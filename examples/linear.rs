@@ -40,12 +40,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // At any time: adapters of different ranks. The second leaves gate_proj alone.
     let both = adapter(8, &["gate_proj", "up_proj"], 0.5)?;
-    let both = weights.load(Slot::new(0), &both.plan(&model, DType::F32)?)?;
+    let both = weights.load(0, &both.plan(&model, DType::F32)?)?;
     let up = adapter(2, &["up_proj"], -1.0)?;
-    let up = weights.load(Slot::new(1), &up.plan(&model, DType::F32)?)?;
+    let up = weights.load(1, &up.plan(&model, DType::F32)?)?;
 
     // Every step: a slot for each token; then each layer, after the engine's own matrix multiplication.
-    let slots = [both.slot(), Slot::BASE, up.slot(), both.slot()];
+    let slots = [both, Slot::BASE, up, both];
     let x = stream.clone_htod(&[1.0_f32; 4 * HIDDEN])?;
     let mut y = stream.clone_htod(&[100.0_f32; 4 * 2 * HIDDEN])?;
     let batch = routing.update(&Batch::new(&slots))?;

@@ -81,12 +81,10 @@ pub enum LoadError {
 #[non_exhaustive]
 pub enum SlotError {
     /// The adapter has been unloaded or replaced.
-    #[error("the adapter of {slot} (generation {generation}) has been unloaded or replaced")]
+    #[error("the adapter of {slot} has been unloaded or replaced, or is in another table or pool")]
     Gone {
         /// The slot that it was in.
         slot: Slot,
-        /// The generation of the slot's content that was expected.
-        generation: u64,
     },
     /// A pool takes only a table without adapters.
     #[error("the table has {adapters} adapters, but that of a pool must be empty when the pool is made")]
@@ -94,16 +92,16 @@ pub enum SlotError {
         /// Number of loaded slots.
         adapters: usize,
     },
-    /// The slot is [`Slot::BASE`] or not below the number of slots.
-    #[error("{slot} is not one of the table's {num_slots} slots")]
+    /// The slot is not below the number of slots.
+    #[error("slot {slot} is not one of the table's {num_slots} slots")]
     NoSuchSlot {
-        /// The slot given.
-        slot: Slot,
+        /// Index of the slot given.
+        slot: usize,
         /// Slots of the table.
         num_slots: usize,
     },
-    /// The reservation was made for an image of another size.
-    #[error("the image has {bytes} bytes, but {reserved} bytes were reserved")]
+    /// The reservation was made for the image of another adapter, or of another size.
+    #[error("the image, of {bytes} bytes, is not the one that {reserved} bytes were reserved for")]
     OtherImage {
         /// Size of the image, in bytes.
         bytes: usize,
@@ -242,9 +240,20 @@ pub enum OperandError {
         /// The stream given.
         stream: StreamId,
     },
-    /// The batch of a pool's step names a slot that no lease holds. Another adapter may be in it by now.
-    #[error("the batch names {slot} of an adapter pool, which no lease holds")]
+    /// The batch of a pool's step names a slot that no lease of the stream holds: its lease has ended, also if another adapter is leased
+    /// there now, or it is a slot of another pool or of a table.
+    #[error(
+        "the batch names {slot}, which no lease of the pool's stream holds: its lease has ended, or is of another pool"
+    )]
     NotLeased {
+        /// The slot.
+        slot: Slot,
+    },
+    /// The batch names a slot whose adapter has been unloaded or replaced, or that another table or a pool has handed out.
+    ///
+    /// `cuda::WeightTable::step` says when an operation returns this.
+    #[error("the batch names {slot}, whose adapter has been unloaded or replaced, or is in another table or pool")]
+    NotLoaded {
         /// The slot.
         slot: Slot,
     },

@@ -45,10 +45,10 @@
 //! let capacity = Capacity::tokens(8).slots(2).rank(16);
 //! let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 20)?;
 //! let attn = LoraLinear::new(&weights, attn)?;
-//! let pirate = weights.load(Slot::new(1), &adapter.plan(&model, DType::F32)?)?;
+//! let pirate = weights.load(1, &adapter.plan(&model, DType::F32)?)?;
 //!
 //! // A step of two tokens with the same input, one with the adapter and one without.
-//! let slots = [pirate.slot(), Slot::BASE];
+//! let slots = [pirate, Slot::BASE];
 //! let batch = Batch::new(&slots);
 //! let mut workspace = Workspace::default();
 //! let mut step = weights.step(&batch, &mut workspace)?;
@@ -103,6 +103,7 @@ pub mod pool;
 pub mod reference;
 pub mod routing;
 mod slices;
+mod unique;
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("aril runs on Linux alone");

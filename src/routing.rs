@@ -1,35 +1,73 @@
 //! The adapter of each token in a batch, and the experts that a router chose for it.
 //!
-//! Pure host code. A [`Batch`] has a [`Slot`] per token, which [`Segments`] groups by slot; `cuda::Routing` computes the same
-//! grouping on the device, and tests compare the two. [`TopK`] is a router's choice.
+//! Pure host code. A [`Batch`] has a [`Slot`] per token. `cuda::Routing` groups the tokens by slot on the device; [`Segments`] is the
+//! same grouping, and tests compare the two. [`TopK`] is a router's choice.
 
 use std::fmt;
 
-use crate::{contract, error::OperandError, plan::Capacity};
+use crate::{contract, error::OperandError, plan::Capacity, unique::unique};
 
-/// The slot of a token's adapter, or [`Slot::BASE`] for the base model.
+/// The slot of a token's adapter, with the adapter that is in it, or [`Slot::BASE`] for the base model.
 ///
-/// `repr(transparent)` over `i32`, which is what kernels read.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(transparent)]
+/// A load, a table or a lease hands it out. It names that adapter alone: once the slot has another adapter or none, and in any other table
+/// or pool, steps refuse it. No two loads of a process, nor two copies of pools, have equal slots.
+///
+/// ```
+/// use aril::{adapter::SlotImage, cpu::{WeightTable, Workspace}, error::{LoadError, OperandError}, routing::Batch};
+///
+/// fn replace(weights: &WeightTable, first: &SlotImage<'_>, second: &SlotImage<'_>) -> Result<(), LoadError> {
+///     let old = weights.load(0, first)?;
+///     let new = weights.load(0, second)?;
+///     let step = |slot| weights.step(&Batch::new(&[slot]), &mut Workspace::default()).map(drop);
+///     assert_eq!(step(old), Err(OperandError::NotLoaded { slot: old }));
+///     assert_eq!(step(new), Ok(()));
+///     Ok(())
+/// }
+/// ```
+#[derive(Clone, Copy, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[doc(alias = "lora_int_id")]
 #[doc(alias = "weight_indices")]
 #[doc(alias = "buffer_id")]
-pub struct Slot(i32);
+pub struct Slot {
+    number: i32,
+    /// The content of the slot; 0 for the base model.
+    generation: u64,
+}
 
 impl Slot {
-    /// The base model, -1. Operations leave the token's rows unchanged, bit for bit.
-    pub const BASE: Self = Self(-1);
+    /// The base model. Operations leave the token's rows unchanged, bit for bit.
+    pub const BASE: Self = Self { number: -1, generation: 0 };
 
-    /// The slot with this index.
-    pub const fn new(index: u16) -> Self {
-        Self(index as i32)
+    /// A slot with an adapter that is put there now.
+    pub(crate) fn filled(index: usize) -> Self {
+        let number = i32::try_from(index).expect("a table has no more slots than this");
+        Self { number, generation: unique() }
     }
 
     /// The index of the slot, or `None` for [`Slot::BASE`].
     #[expect(clippy::cast_sign_loss, reason = "guarded by the comparison")]
     pub const fn index(self) -> Option<usize> {
-        if self.0 < 0 { None } else { Some(self.0 as usize) }
+        if self.number < 0 { None } else { Some(self.number as usize) }
+    }
+
+    /// The index of the slot, or -1 for [`Slot::BASE`]: what kernels read, for slots in device memory and the raw API. It does not say
+    /// which adapter is in the slot.
+    pub const fn number(self) -> i32 {
+        self.number
+    }
+
+    /// What is in the slot: no other content of any slot has the same; 0 for the base model.
+    pub(crate) const fn generation(self) -> u64 {
+        self.generation
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.index() {
+            Some(index) => write!(f, "Slot({index}, generation {})", self.generation),
+            None => f.write_str("Slot(BASE)"),
+        }
     }
 }
 
@@ -46,23 +84,22 @@ impl fmt::Display for Slot {
 /// segment.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Segments {
-    slots: Vec<Slot>,
+    slots: Vec<usize>,
     indptr: Vec<usize>,
     tokens: Vec<usize>,
 }
 
 impl Segments {
-    /// Groups tokens by slot. Slots at or above `num_slots` count as base.
-    pub fn new(token_slots: &[Slot], num_slots: usize) -> Self {
-        let mut tokens: Vec<usize> = (0..token_slots.len())
-            .filter(|&token| token_slots[token].index().is_some_and(|slot| slot < num_slots))
-            .collect();
+    /// Groups tokens by the [numbers](Slot::number) of their slots. Negative ones, and those at or above `num_slots`, count as base.
+    pub fn new(token_slots: &[i32], num_slots: usize) -> Self {
+        let slot = |token: usize| usize::try_from(token_slots[token]).ok().filter(|&slot| slot < num_slots);
+        let mut tokens: Vec<usize> = (0..token_slots.len()).filter(|&token| slot(token).is_some()).collect();
         tokens.sort_by_key(|&token| token_slots[token]);
-        let mut slots: Vec<Slot> = Vec::new();
+        let mut slots: Vec<usize> = Vec::new();
         let mut indptr = Vec::new();
-        for (row, &token) in tokens.iter().enumerate() {
-            if slots.last() != Some(&token_slots[token]) {
-                slots.push(token_slots[token]);
+        for (row, slot) in tokens.iter().filter_map(|&token| slot(token)).enumerate() {
+            if slots.last() != Some(&slot) {
+                slots.push(slot);
                 indptr.push(row);
             }
         }
@@ -70,8 +107,8 @@ impl Segments {
         Self { slots, indptr, tokens }
     }
 
-    /// Slot and tokens of each segment.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (Slot, &[usize])> {
+    /// Index of the slot and tokens of each segment.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (usize, &[usize])> {
         self.slots.iter().zip(self.indptr.windows(2)).map(|(&slot, bounds)| (slot, &self.tokens[bounds[0]..bounds[1]]))
     }
 
@@ -131,13 +168,13 @@ impl<'a> Batch<'a> {
     /// All others write their output in every batch. `write_delta`, `write_gate_up_delta` and `write_down_delta` write zeros;
     /// `FusedLinear`, `silu_mul`, `activate` and `combine` compute what the base model needs.
     ///
-    /// A slot counts whether or not an adapter is loaded into it.
-    ///
     /// ```
-    /// use aril::{Slot, routing::Batch};
+    /// use aril::{Slot, pool::Lease, routing::Batch};
     ///
-    /// assert!(Batch::new(&[Slot::BASE, Slot::new(3)]).has_adapters());
-    /// assert!(!Batch::new(&[Slot::BASE; 2]).has_adapters());
+    /// fn decode(lease: &Lease) {
+    ///     assert!(Batch::new(&[Slot::BASE, lease.slot()]).has_adapters());
+    ///     assert!(!Batch::new(&[Slot::BASE; 2]).has_adapters());
+    /// }
     /// ```
     pub fn has_adapters(&self) -> bool {
         self.slots.iter().any(|slot| slot.index().is_some())

@@ -5,7 +5,13 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use crate::{DType, Slot, adapter::SlotImage, error::SlotError, model::Model, plan::Capacity};
+use crate::{
+    DType, Slot,
+    adapter::SlotImage,
+    error::{OperandError, SlotError},
+    model::Model,
+    plan::Capacity,
+};
 
 /// What the weight tables of both backends say of their slots and bounds. The slots are in the field `$slots`.
 macro_rules! table_methods {
@@ -28,13 +34,19 @@ macro_rules! table_methods {
             }
 
             /// Rejects a slot that does not exist.
-            pub(crate) fn check_slot(&self, slot: Slot) -> Result<(), SlotError> {
-                self.$($slots).+.index(slot).map(drop)
+            pub(crate) fn check_slot(&self, slot: usize) -> Result<(), SlotError> {
+                self.$($slots).+.check_index(slot)
             }
 
-            /// The content of a slot; `None` if it is empty.
-            pub fn get(&self, slot: Slot) -> Option<SlotInfo> {
-                self.$($slots).+.lock().info(slot.index()?)
+            /// Rejects a batch that names a slot whose adapter is not in the table now. The slots of a pool's batch are those of its leases,
+            /// which the pool checks.
+            pub(super) fn check_loaded(&self, slots: &[Slot]) -> Result<(), OperandError> {
+                if self.is_owner { Ok(()) } else { self.$($slots).+.check_loaded(slots) }
+            }
+
+            /// The content of the slot with this index; `None` if it is empty or does not exist.
+            pub fn get(&self, slot: usize) -> Option<SlotInfo> {
+                self.$($slots).+.lock().info(slot)
             }
 
             /// The contents of all loaded slots, by slot.
@@ -66,35 +78,12 @@ macro_rules! table_methods {
     };
 }
 
-/// A loaded adapter: its slot and the generation of the slot's content.
-///
-/// A [`Slot`] alone refers to whichever adapter is in it when a kernel runs. A `Resident` is valid until its slot is loaded again
-/// or unloaded; after that, the table's `check` rejects it. Generations of different tables are unrelated.
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-#[doc(alias = "lora_int_id")]
-pub struct Resident {
-    slot: Slot,
-    generation: u64,
-}
-
-impl Resident {
-    /// The slot that the adapter was loaded into.
-    pub const fn slot(self) -> Slot {
-        self.slot
-    }
-
-    /// The generation of the slot's content. Every load of a table increments it, from 1.
-    pub const fn generation(self) -> u64 {
-        self.generation
-    }
-}
-
 /// The content of a loaded slot.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SlotInfo {
-    /// The slot and its generation.
-    pub resident: Resident,
+    /// The slot, with this content.
+    pub slot: Slot,
     /// Size of the factors, in bytes.
     pub bytes: usize,
     /// The largest rank.
@@ -157,24 +146,26 @@ impl Bounds {
 #[derive(Debug)]
 pub(crate) struct Slots<B> {
     blocks: Mutex<Contents<B>>,
-    /// The generation of each slot; 0 if it is empty.
+    /// The [generation](Slot::generation) of each slot; 0 if it is empty.
     generations: Box<[AtomicU64]>,
+    /// Changes that have begun.
+    #[cfg(feature = "cuda")]
+    changes: AtomicU64,
     /// Whether a pool has the slots. It is set once, under the lock.
     is_claimed: AtomicBool,
 }
 
 /// The content of the slots.
 #[derive(Debug)]
-pub(crate) struct Contents<B> {
-    all: Vec<Option<(SlotInfo, B)>>,
-    last_generation: u64,
-}
+pub(crate) struct Contents<B>(Vec<Option<(SlotInfo, B)>>);
 
 impl<B> Slots<B> {
     pub(crate) fn new(num_slots: usize) -> Self {
         Self {
-            blocks: Mutex::new(Contents { all: (0..num_slots).map(|_| None).collect(), last_generation: 0 }),
+            blocks: Mutex::new(Contents((0..num_slots).map(|_| None).collect())),
             generations: (0..num_slots).map(|_| AtomicU64::new(0)).collect(),
+            #[cfg(feature = "cuda")]
+            changes: AtomicU64::new(0),
             is_claimed: AtomicBool::new(false),
         }
     }
@@ -208,10 +199,10 @@ impl<B> Slots<B> {
         self.generations.len()
     }
 
-    /// The index of a slot.
-    pub(crate) fn index(&self, slot: Slot) -> Result<usize, SlotError> {
+    /// Rejects a slot that does not exist.
+    pub(crate) fn check_index(&self, slot: usize) -> Result<(), SlotError> {
         let num_slots = self.len();
-        slot.index().filter(|&index| index < num_slots).ok_or(SlotError::NoSuchSlot { slot, num_slots })
+        if slot < num_slots { Ok(()) } else { Err(SlotError::NoSuchSlot { slot, num_slots }) }
     }
 
     /// Invalidates a slot's generation, runs `change`, and restores the generation if `change` fails. Work enqueued before a
@@ -224,63 +215,76 @@ impl<B> Slots<B> {
         change: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
         let generation = self.generations[index].swap(0, Ordering::SeqCst);
+        self.changes.fetch_add(1, Ordering::SeqCst);
         change().inspect_err(|_| self.generations[index].store(generation, Ordering::SeqCst))
+    }
+
+    /// The number of changes that have begun. None has between two calls that return the same.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
     }
 
     /// Stores a block in a slot and returns the previous block.
     pub(crate) fn replace(
         &self,
         blocks: &mut Contents<B>,
-        slot: Slot,
+        index: usize,
         bytes: usize,
         max_rank: usize,
         block: B,
-    ) -> Result<(Resident, Option<B>), SlotError> {
-        let index = self.index(slot)?;
-        blocks.last_generation += 1;
-        let resident = Resident { slot, generation: blocks.last_generation };
-        let old = blocks.all[index].replace((SlotInfo { resident, bytes, max_rank }, block));
-        self.generations[index].store(resident.generation, Ordering::SeqCst);
-        Ok((resident, old.map(|(_, block)| block)))
+    ) -> Result<(Slot, Option<B>), SlotError> {
+        self.check_index(index)?;
+        let slot = Slot::filled(index);
+        let old = blocks.0[index].replace((SlotInfo { slot, bytes, max_rank }, block));
+        self.generations[index].store(slot.generation(), Ordering::SeqCst);
+        Ok((slot, old.map(|(_, block)| block)))
     }
 
     /// Removes the block of a slot.
-    pub(crate) fn take(&self, blocks: &mut Contents<B>, slot: Slot) -> Result<Option<B>, SlotError> {
-        let index = self.index(slot)?;
+    pub(crate) fn take(&self, blocks: &mut Contents<B>, index: usize) -> Result<Option<B>, SlotError> {
+        self.check_index(index)?;
         self.generations[index].store(0, Ordering::SeqCst);
-        Ok(blocks.all[index].take().map(|(_, block)| block))
+        Ok(blocks.0[index].take().map(|(_, block)| block))
     }
 
     /// Rejects adapters that are no longer in their slots.
-    pub(crate) fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
-        for resident in residents {
-            let index = self.index(resident.slot)?;
-            if self.generations[index].load(Ordering::SeqCst) != resident.generation {
-                return Err(SlotError::Gone { slot: resident.slot, generation: resident.generation });
-            }
-        }
-        Ok(())
+    pub(crate) fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
+        let gone = slots.into_iter().find(|slot| !self.is_loaded(*slot));
+        gone.map_or(Ok(()), |slot| Err(SlotError::Gone { slot }))
+    }
+
+    /// Rejects slots of a batch whose adapters are not in them.
+    pub(crate) fn check_loaded(&self, slots: &[Slot]) -> Result<(), OperandError> {
+        let stray = slots.iter().find(|slot| !self.is_loaded(**slot));
+        stray.map_or(Ok(()), |&slot| Err(OperandError::NotLoaded { slot }))
+    }
+
+    /// Whether the adapter that a slot names is in it. The base model is.
+    fn is_loaded(&self, slot: Slot) -> bool {
+        let Some(index) = slot.index() else { return true };
+        self.generations.get(index).is_some_and(|now| now.load(Ordering::SeqCst) == slot.generation())
     }
 }
 
 impl<B> Contents<B> {
     pub(crate) fn get(&self, index: usize) -> Option<&B> {
-        self.all.get(index)?.as_ref().map(|(_, block)| block)
+        self.0.get(index)?.as_ref().map(|(_, block)| block)
     }
 
     pub(crate) fn info(&self, index: usize) -> Option<SlotInfo> {
-        self.all.get(index)?.as_ref().map(|(info, _)| *info)
+        self.0.get(index)?.as_ref().map(|(info, _)| *info)
     }
 
     /// The sum of the largest ranks of the distinct adapters in these slots.
     pub(crate) fn ranks(&self, slots: &[Slot]) -> usize {
         let mut ranks: Vec<usize> =
-            self.all.iter().map(|block| block.as_ref().map_or(0, |(info, _)| info.max_rank)).collect();
+            self.0.iter().map(|block| block.as_ref().map_or(0, |(info, _)| info.max_rank)).collect();
         let rank = |slot: &Slot| slot.index().and_then(|index| ranks.get_mut(index)).map_or(0, std::mem::take);
         slots.iter().map(rank).sum()
     }
 
     pub(crate) fn infos(&self) -> Vec<SlotInfo> {
-        self.all.iter().flatten().map(|(info, _)| *info).collect()
+        self.0.iter().flatten().map(|(info, _)| *info).collect()
     }
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, MIN_STAGING_BYTES},
     cpu::{AdapterPool, WeightTable},
     model::{Experts, ModelSpec, TpRank},
@@ -135,7 +135,7 @@ fn assert_peaks(tensors: &[(String, [usize; 2])]) {
         // SAFETY: nobody modifies the files.
         let adapter = unsafe { Adapter::map(dir.path()) }.unwrap();
         let image = adapter.plan(&model, DType::BF16).unwrap();
-        table.load_with_progress(Slot::new(0), &image, |done| progress.push(done)).unwrap();
+        table.load_with_progress(0, &image, |done| progress.push(done)).unwrap();
     });
     assert!(progress.len() > 1 && progress.is_sorted_by(|a, b| a < b), "{progress:?} of {bytes}");
     assert_eq!(progress.last(), Some(&bytes));

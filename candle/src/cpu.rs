@@ -10,7 +10,6 @@ use aril::{
     model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -47,17 +46,17 @@ impl Cpu {
         Ok(Self { weights, layers, threads: threads.build().map_err(Error::wrap)? })
     }
 
-    pub(super) fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident> {
+    pub(super) fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
         self.weights.load(slot, image).map_err(Error::wrap)
     }
 
-    pub(super) fn unload(&self, slot: Slot) -> Result<()> {
+    pub(super) fn unload(&self, slot: usize) -> Result<()> {
         self.weights.unload(slot).map_err(Error::wrap)
     }
 
     pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
         for slots in [tokens, outputs] {
-            // The slots exist, and are not too many.
+            // The adapters are in the slots, which are not too many.
             self.weights.step(&Batch::new(slots), &mut Workspace::default()).map_err(Error::wrap)?;
         }
         Ok(Routed { cpu: self, tokens: tokens.to_vec(), outputs: outputs.to_vec() })

@@ -9,7 +9,6 @@ use aril::{
     model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 use candle_core::{
     CudaDevice, CudaStorage, DType as CandleDType, Error, Layout, Result, backend::BackendStorage, cuda::CudaDType,
@@ -64,15 +63,16 @@ impl Cuda {
         Ok(Self { table: Table { weights, layers, workspace }, tokens, outputs })
     }
 
-    pub(super) fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident> {
+    pub(super) fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
         self.table.weights.load(slot, image).map_err(Error::wrap)
     }
 
-    pub(super) fn unload(&self, slot: Slot) -> Result<()> {
+    pub(super) fn unload(&self, slot: usize) -> Result<()> {
         self.table.weights.unload(slot).map_err(Error::wrap)
     }
 
     pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
+        self.table.weights.check(tokens.iter().chain(outputs).copied()).map_err(Error::wrap)?;
         Ok(Routed {
             table: &self.table,
             tokens: route(&mut self.tokens, tokens)?,

@@ -12,7 +12,6 @@ use aril::{
     adapter::{Adapter, SlotImage},
     model::{LinearId, Model},
     plan::{Capacity, PlanError},
-    slots::Resident,
 };
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, Tensor, bail};
 
@@ -82,21 +81,22 @@ impl Adapters {
         Ok(WeightTable::arena_bytes_for(model, element_type(dtype)?, capacity))
     }
 
-    /// Loads an adapter into a slot and replaces the previous one. Blocks until it is on the device. On an error, the slot is unchanged.
+    /// Loads an adapter into the slot with this index and replaces the previous one. Blocks until it is on the device. Returns the slot, as
+    /// steps name it. On an error, the slot is unchanged.
     ///
     /// # Errors
     /// If the adapter does not fit the model (the error names the tensor or the field), a rank exceeds the capacity, the slot does not
     /// exist, the arena has no room for both, or a weight has no finite value in the element type.
-    pub fn load(&mut self, slot: Slot, adapter: &Adapter) -> Result<Resident> {
+    pub fn load(&mut self, slot: usize, adapter: &Adapter) -> Result<Slot> {
         let image = adapter.plan(&self.model, self.dtype).map_err(Error::wrap)?;
         self.backend.load(slot, &image)
     }
 
-    /// Empties a slot. Its tokens are base tokens from then on.
+    /// Empties a slot. Steps that name its adapter are refused from then on.
     ///
     /// # Errors
     /// If the slot does not exist.
-    pub fn unload(&mut self, slot: Slot) -> Result<()> {
+    pub fn unload(&mut self, slot: usize) -> Result<()> {
         match &self.backend {
             Backend::Cpu(cpu) => cpu.unload(slot),
             #[cfg(feature = "cuda")]
@@ -108,7 +108,7 @@ impl Adapters {
     /// logits are computed, such as the last token of each sequence. `outputs` may be empty if no layer behind that choice is adapted.
     ///
     /// # Errors
-    /// If there are more tokens than the capacity allows, or a slot does not exist. On a GPU also if its stream is being captured.
+    /// If there are more tokens than the capacity allows, or the adapter that a slot names is not there any more. On a GPU also if its stream is being captured.
     pub fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Step<'_>> {
         let routed = match &mut self.backend {
             Backend::Cpu(cpu) => Routed::Cpu(cpu.step(tokens, outputs)?),
@@ -120,7 +120,7 @@ impl Adapters {
 }
 
 impl Backend {
-    fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident> {
+    fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
         match self {
             Self::Cpu(cpu) => cpu.load(slot, image),
             #[cfg(feature = "cuda")]

@@ -83,8 +83,8 @@ impl Device for Cpu {
     fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
         let capacity = Capacity::tokens(1).slots(1).rank(MAX_RANK);
         let weights = cpu::WeightTable::new(&self.model, DType::BF16, capacity, ALONE_BYTES)?;
-        weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
-        let (slots, mut workspace) = ([Slot::new(0)], cpu::Workspace::default());
+        let slots = [weights.load(0, &adapter.plan(&self.model, DType::BF16)?)?];
+        let mut workspace = cpu::Workspace::default();
         self.run(&weights, weights.step(&Batch::new(&slots), &mut workspace)?, x)
     }
 }
@@ -191,8 +191,8 @@ pub(crate) mod gpu {
         }
 
         fn alone(&self, adapter: &Adapter, x: &[bf16]) -> Result<Vec<bf16>> {
-            self.alone.weights.load(Slot::new(0), &adapter.plan(&self.model, DType::BF16)?)?;
-            self.alone.run(None, &[Slot::new(0)], x)
+            let slot = self.alone.weights.load(0, &adapter.plan(&self.model, DType::BF16)?)?;
+            self.alone.run(None, &[slot], x)
         }
     }
 }

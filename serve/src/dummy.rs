@@ -132,7 +132,7 @@ mod tests {
             checkpoint.check(&config).expect("the sizes are those of the configuration");
             let described = describe(&config, TpRank::SINGLE).expect("the model has no layer twice");
             let device = Cpu::<bf16>::default();
-            let table = load(&device, &described.model, &[], 4, &Rank::default()).expect("the capacity is valid");
+            let (table, _) = load(&device, &described.model, &[], 4, &Rank::default()).expect("the capacity is valid");
             let weights = Weights::new(&checkpoint, None);
             let model = Model::new(&device, &config, &described, weights, table, 4).expect("all tensors are there");
             let mut session = model.session(16, 16).expect("there is memory");

@@ -31,6 +31,7 @@ pub const MIN_STAGING_BYTES: usize = MAX_RANK * K_TILE * size_of::<f32>();
 /// A planned and checked image of an adapter on one tensor-parallel rank. Weights are read when it is written.
 #[derive(Debug)]
 pub struct SlotImage<'a> {
+    adapter: u64,
     dtype: DType,
     model: Model,
     entries: Vec<ImageEntry>,
@@ -73,9 +74,17 @@ pub struct SharedEntry {
 }
 
 impl<'a> SlotImage<'a> {
-    /// An image without modules.
-    pub(super) fn new(dtype: DType, model: &Model) -> Self {
-        Self { dtype, model: model.clone(), entries: Vec::new(), shared: Vec::new(), parts: Vec::new(), elems: 0 }
+    /// An image without modules of the adapter with this number.
+    pub(super) fn new(adapter: u64, dtype: DType, model: &Model) -> Self {
+        Self {
+            adapter,
+            dtype,
+            model: model.clone(),
+            entries: Vec::new(),
+            shared: Vec::new(),
+            parts: Vec::new(),
+            elems: 0,
+        }
     }
 
     /// Appends a factor, or a part without elements, to the block, and returns its offset in elements.
@@ -96,6 +105,11 @@ impl<'a> SlotImage<'a> {
     /// Adds what experts have in common. Their own entries do not depend on it.
     pub(super) fn share(&mut self, entry: usize, rank: usize, a_elems: Option<usize>, b_elems: Option<usize>) {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
+    }
+
+    /// A number of the adapter, which no other one has.
+    pub(crate) fn adapter(&self) -> u64 {
+        self.adapter
     }
 
     pub(crate) fn model(&self) -> &Model {

@@ -16,12 +16,14 @@ use super::{
     pattern::Work,
     tensor::{Factor, Storage, Tensor},
 };
-use crate::model::MAX_RANK;
+use crate::{model::MAX_RANK, unique::unique};
 
 /// An adapter whose configuration and tensor names are parsed and checked. Weights are not converted yet.
 #[derive(Debug)]
 #[doc(alias = "PeftModel")]
 pub struct Adapter {
+    /// No other adapter has it.
+    pub(super) id: u64,
     pub(super) config: Config,
     pub(super) modules: Vec<Module>,
     pub(super) stacks: Vec<Stack>,
@@ -122,7 +124,7 @@ impl Adapter {
     #[must_use]
     #[doc(alias = "is_3d_lora_weight")]
     pub fn oriented(self, orientation: Orientation) -> Self {
-        Self { orientation: Some(orientation), ..self }
+        Self { id: unique(), orientation: Some(orientation), ..self }
     }
 
     /// The adapter's copies of base weights that have not been compared yet. PEFT saves the embedding and head weights with every
@@ -211,7 +213,7 @@ impl Adapter {
         if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);
         }
-        Ok(Self { config, modules, stacks, empty, base_weights, orientation: None })
+        Ok(Self { id: unique(), config, modules, stacks, empty, base_weights, orientation: None })
     }
 }
 

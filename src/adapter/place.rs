@@ -32,7 +32,7 @@ impl Adapter {
             return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
         }
         let work = Work::new(self.modules.len() + self.stacks.len());
-        let mut image = SlotImage::new(dtype, model);
+        let mut image = SlotImage::new(self.id, dtype, model);
         let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
         let mut layer = |id, source, at: &InExperts| {

@@ -52,10 +52,10 @@ use crate::{
 ///     ("mlp.experts.1.down_proj.lora_B.weight".to_owned(), tensor([1, 1], &[2.0])?),
 /// ])?;
 /// let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 20)?;
-/// weights.load(Slot::new(0), &adapter.plan(&model, DType::F32)?)?;
+/// let adapter = weights.load(0, &adapter.plan(&model, DType::F32)?)?;
 ///
 /// // A token with the adapter and one without. Both chose both experts.
-/// let slots = [Slot::new(0), Slot::BASE];
+/// let slots = [adapter, Slot::BASE];
 /// let (batch, ids, router) = (Batch::new(&slots), [0, 1, 1, 0], [0.5; 4]);
 /// let top_k = TopK::new(&ids, 2)?.with_weights(&router)?;
 /// let experts = LoraExperts::new(&weights, id)?;

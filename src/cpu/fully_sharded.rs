@@ -6,7 +6,7 @@ use crate::{Element, IntoSlices, contract, error::OperandError, model::LinearId,
 ///
 /// ```
 /// use aril::{
-///     DType, Slot,
+///     DType,
 ///     adapter::{Adapter, Tensor},
 ///     cpu::{FullyShardedLinear, Matrix, MatrixMut, WeightTable, Workspace},
 ///     model::{Collective, Linear, ModelSpec, Parallel, Shard, TpRank},
@@ -25,29 +25,29 @@ use crate::{Element, IntoSlices, contract, error::OperandError, model::LinearId,
 /// let tables = [0, 1].map(|rank| {
 ///     let model = spec.shard(Shard::new(TpRank::new(rank, 2).unwrap()).fully_sharded()).unwrap();
 ///     let table = WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(2), 1 << 16).unwrap();
-///     table.load(Slot::new(0), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
-///     table
+///     let slot = table.load(0, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+///     (table, [slot])
 /// });
 ///
-/// let (slots, x) = ([Slot::new(0)], [3.0_f32, 5.0]);
-/// let (batch, x) = (Batch::new(&slots), Matrix::new(&x, 1, 2)?);
-/// let exchange = tables[0].model()[up].exchange().unwrap();
+/// let x = [3.0_f32, 5.0];
+/// let x = Matrix::new(&x, 1, 2)?;
+/// let exchange = tables[0].0.model()[up].exchange().unwrap();
 /// assert_eq!(exchange.collective(), Collective::AllGather);
 /// assert_eq!((exchange.sent(1, 2), exchange.received(1, 2)), ([1, 1], [2, 1]));
 /// // Each rank computes one of the two elements of v.
 /// let mut gathered = Vec::new();
-/// for table in &tables {
+/// for (table, slots) in &tables {
 ///     let mut workspace = Workspace::default();
-///     let step = table.step(&batch, &mut workspace)?;
+///     let step = table.step(&Batch::new(slots), &mut workspace)?;
 ///     let mut v = [0.0];
 ///     FullyShardedLinear::new(table, up)?.shrink(&step, x, MatrixMut::new(&mut v, 1, 1)?)?;
 ///     gathered.extend(v);
 /// }
 /// assert_eq!(gathered, [3.0, 5.0]);
 /// // Each rank adds two of the four outputs.
-/// for (table, delta) in tables.iter().zip([[3.0, 5.0], [8.0, -2.0]]) {
+/// for ((table, slots), delta) in tables.iter().zip([[3.0, 5.0], [8.0, -2.0]]) {
 ///     let mut workspace = Workspace::default();
-///     let step = table.step(&batch, &mut workspace)?;
+///     let step = table.step(&Batch::new(slots), &mut workspace)?;
 ///     let mut y = [0.0_f32; 2];
 ///     let v = Matrix::new(&gathered, 2, 1)?;
 ///     FullyShardedLinear::new(table, up)?.expand(&step, v, MatrixMut::new(&mut y, 1, 2)?)?;

@@ -14,7 +14,6 @@ use crate::{
     plan::Capacity,
     pool::{
         self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
-        slot_at,
     },
     routing::Batch,
 };
@@ -115,7 +114,7 @@ impl Backend for Tiers {
     fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
         let packed = self.host.packed(copy.id);
         let room = Reservation::uncounted(self.owner.shared(), packed.bytes());
-        self.owner.put(slot_at(copy.slot), Adapter { packed: Arc::clone(packed), room })?;
+        self.owner.put(copy.slot, Adapter { packed: Arc::clone(packed), room })?;
         self.copied.push_back(copy.number);
         Ok(())
     }
@@ -136,7 +135,7 @@ impl Backend for Tiers {
     }
 
     fn evict(&mut self, slot: usize) {
-        self.owner.unload(slot_at(slot)).expect("the pool's slots are those of its table");
+        self.owner.unload(slot).expect("the pool's slots are those of its table");
     }
 
     fn forget(&mut self, id: AdapterId) {

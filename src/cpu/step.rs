@@ -7,7 +7,7 @@ use crate::{
 
 /// The operations of one batch, and the table, batch and workspace that they share.
 ///
-/// A step uses the adapters that were loaded when [`WeightTable::step`](super::WeightTable::step) created it.
+/// A step keeps the adapters of its batch.
 #[derive(Debug)]
 pub struct Step<'a> {
     pub(super) model: ModelId,
@@ -44,12 +44,12 @@ impl Step<'_> {
 }
 
 impl WeightTable {
-    /// Starts a step of `batch` with the adapters that are loaded now.
+    /// Starts a step of `batch`, which keeps its adapters, whatever is loaded and unloaded meanwhile.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch has more tokens than [`Capacity::max_tokens`](crate::plan::Capacity::max_tokens),
-    /// [`OperandError::NoSuchSlot`] if it names a slot that the table does not have, [`OperandError::Pooled`] if the table belongs to a
-    /// pool, whose own `step` starts its steps.
+    /// [`OperandError::NoSuchSlot`] and [`OperandError::NotLoaded`] if it names a slot that the table does not have, or whose adapter is
+    /// not there any more, [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
         batch.check(self.capacity())?;
         if self.is_pooled() {
@@ -60,7 +60,7 @@ impl WeightTable {
             dtype: self.dtype(),
             num_slots: self.capacity().num_slots,
             max_rank: self.capacity().max_rank,
-            adapters: self.adapters(batch),
+            adapters: self.adapters(batch)?,
             batch: *batch,
             workspace,
         })

@@ -4,12 +4,12 @@ use super::upload::{Adapter, Arena, Filled, Reservation, Shared, Staging};
 use crate::{
     DType, Slot,
     adapter::SlotImage,
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     extent::{product, sum},
     model::Model,
     plan::{Capacity, PlanError},
     routing::Batch,
-    slots::{Bounds, Resident, SlotInfo, Slots, Usage},
+    slots::{Bounds, SlotInfo, Slots, Usage},
 };
 
 /// Adapters in host memory, one per slot. Clones refer to the same table.
@@ -54,12 +54,13 @@ impl WeightTable {
         product(&[SlotImage::max_bytes(model, dtype, capacity.max_rank), capacity.num_slots.saturating_add(1)])
     }
 
-    /// Loads an adapter into a slot and replaces the previous one. The arena must have room for both.
+    /// Loads an adapter into the slot with this index and replaces the previous one. The arena must have room for both. Returns the slot,
+    /// as batches name it.
     ///
     /// # Errors
     /// [`LoadError`] if the image does not match the table, the arena is full, or a weight has no finite value in the table's
     /// element type. The slot is then unchanged.
-    pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
+    pub fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
@@ -69,10 +70,10 @@ impl WeightTable {
     /// As for `load`.
     pub fn load_with_progress(
         &self,
-        slot: Slot,
+        slot: usize,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<Resident, LoadError> {
+    ) -> Result<Slot, LoadError> {
         self.check_slot(slot)?;
         let filled = self.reserve(image)?.fill_with_progress(image, &mut Staging::default(), progress)?;
         self.commit(slot, filled)
@@ -99,7 +100,7 @@ impl WeightTable {
     ///
     /// # Errors
     /// [`LoadError::Slot`] if the slot does not exist, the room was reserved in another table, or the table belongs to a pool.
-    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+    pub fn commit(&self, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         let Filled { adapter } = filled;
         if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {
             return Err(SlotError::OtherTable.into());
@@ -108,32 +109,30 @@ impl WeightTable {
     }
 
     /// Puts an adapter into a slot.
-    pub(super) fn put(&self, slot: Slot, adapter: Adapter) -> Result<Resident, SlotError> {
+    pub(super) fn put(&self, slot: usize, adapter: Adapter) -> Result<Slot, SlotError> {
         let (bytes, max_rank) = (adapter.packed.bytes(), adapter.packed.max_rank());
         let mut blocks = self.slots.lock();
         self.check_owner()?;
-        let (resident, _old) = self.slots.replace(&mut blocks, slot, bytes, max_rank, Arc::new(adapter))?;
-        Ok(resident)
+        let (slot, _old) = self.slots.replace(&mut blocks, slot, bytes, max_rank, Arc::new(adapter))?;
+        Ok(slot)
     }
 
-    /// Empties a slot. Its tokens are base tokens in steps that start from now on.
+    /// Empties a slot. Steps that start from now on refuse a batch that names its adapter.
     ///
     /// # Errors
     /// [`LoadError::Slot`] if the slot does not exist, or belongs to a pool.
-    pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+    pub fn unload(&self, slot: usize) -> Result<(), LoadError> {
         let mut blocks = self.slots.lock();
         self.check_owner()?;
         Ok(self.slots.take(&mut blocks, slot).map(drop)?)
     }
 
-    /// Rejects adapters that have been unloaded or replaced.
-    ///
-    /// A check that passes after [`step`](Self::step) has returned holds for the whole step, because the step keeps its adapters.
+    /// Rejects adapters that have been unloaded or replaced, or are in another table.
     ///
     /// # Errors
     /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
-    pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
-        self.slots.check(residents)
+    pub fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
+        self.slots.check(slots)
     }
 
     /// Memory use of the arena.
@@ -155,10 +154,11 @@ impl WeightTable {
         &self.shared
     }
 
-    /// The adapters of `batch` that are loaded now, by slot. The table has the batch's slots.
-    pub(super) fn adapters(&self, batch: &Batch<'_>) -> Vec<Option<Arc<Adapter>>> {
+    /// The adapters of `batch`, by slot.
+    pub(super) fn adapters(&self, batch: &Batch<'_>) -> Result<Vec<Option<Arc<Adapter>>>, OperandError> {
         let mut adapters = Vec::new();
         let blocks = self.slots.lock();
+        self.check_loaded(batch.slots())?;
         for index in batch.slots().iter().filter_map(|slot| slot.index()) {
             if index >= adapters.len() {
                 adapters.resize(index + 1, None);
@@ -167,6 +167,6 @@ impl WeightTable {
                 adapters[index] = blocks.get(index).map(Arc::clone);
             }
         }
-        adapters
+        Ok(adapters)
     }
 }

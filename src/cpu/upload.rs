@@ -40,6 +40,8 @@ pub(super) struct Arena {
 pub struct Reservation {
     pub(super) shared: Arc<Shared>,
     pub(super) bytes: usize,
+    /// [Whose](SlotImage::adapter) image the room is for, if that is still to be written.
+    adapter: Option<u64>,
 }
 
 /// What a GPU copies adapters through. The CPU needs nothing: [`WeightTable::staging`](super::WeightTable::staging) makes one, so that one
@@ -101,13 +103,13 @@ impl Reservation {
         shared.bounds.check_image(image)?;
         let bytes = image.bytes();
         shared.arena.take(bytes).map_err(|largest_gap| LoadError::Full { bytes, largest_gap })?;
-        Ok(Self { shared: Arc::clone(shared), bytes })
+        Ok(Self { shared: Arc::clone(shared), bytes, adapter: Some(image.adapter()) })
     }
 
     /// Room in a table whose pool has counted the bytes. A step may still have the adapter that was there before.
     pub(super) fn uncounted(shared: &Arc<Shared>, bytes: usize) -> Self {
         shared.arena.used.fetch_add(bytes, Ordering::Relaxed);
-        Self { shared: Arc::clone(shared), bytes }
+        Self { shared: Arc::clone(shared), bytes, adapter: None }
     }
 
     /// Size of the room, in bytes.
@@ -118,8 +120,8 @@ impl Reservation {
     /// Writes an adapter into the room, on rayon's threads.
     ///
     /// # Errors
-    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image does not match the table or the size
-    /// of the room.
+    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image is not that of the adapter that the room was
+    /// reserved for.
     pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, staging, |_| ())
     }
@@ -135,8 +137,9 @@ impl Reservation {
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
         self.shared.bounds.check_image(image)?;
-        if image.bytes() != self.bytes {
-            return Err(SlotError::OtherImage { bytes: image.bytes(), reserved: self.bytes }.into());
+        let (bytes, reserved) = (image.bytes(), self.bytes);
+        if (Some(image.adapter()), bytes) != (self.adapter, reserved) {
+            return Err(SlotError::OtherImage { bytes, reserved }.into());
         }
         let packed = Arc::new(Packed::new(image, progress)?);
         Ok(Filled { adapter: Adapter { packed, room: self } })

@@ -281,18 +281,18 @@ struct RawWithoutUnsafe;
 /// An adapter can be committed only once.
 ///
 /// ```no_run
-/// # use aril::{Slot, cuda::*, error::LoadError};
+/// # use aril::{cuda::*, error::LoadError};
 /// # fn commit(weights: &WeightTable, filled: Filled) -> Result<(), LoadError> {
-/// weights.commit(Slot::new(0), filled)?;
+/// weights.commit(0, filled)?;
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// ```compile_fail,E0382
-/// # use aril::{Slot, cuda::*, error::LoadError};
+/// # use aril::{cuda::*, error::LoadError};
 /// # fn commit(weights: &WeightTable, filled: Filled) -> Result<(), LoadError> {
-/// weights.commit(Slot::new(0), filled)?;
-/// weights.commit(Slot::new(1), filled)?;
+/// weights.commit(0, filled)?;
+/// weights.commit(1, filled)?;
 /// # Ok(())
 /// # }
 /// ```

@@ -5,7 +5,8 @@ use cudarc::driver::{DriverError, sys};
 use super::OperandError;
 use crate::{extent::max_elements, plan::PlanError};
 
-/// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) says.
+/// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) and
+/// [`WeightTable::step`](crate::cuda::WeightTable::step) say.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {

@@ -3,7 +3,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::channel::ChannelError;
-use crate::{Slot, error::LoadError, model::TpRank};
+use crate::{error::LoadError, model::TpRank};
 
 /// A failed operation of a [`Group`](super::Group).
 #[derive(Debug, thiserror::Error)]
@@ -49,8 +49,8 @@ pub enum GroupError {
     /// is being captured; a rank that dies, calls another operation, or commits another adapter or to another slot; the channel.
     #[error("{}", torn(*.slot, .failures, .channel.as_ref(), .not_emptied.as_deref()))]
     Torn {
-        /// The slot.
-        slot: Slot,
+        /// Index of the slot.
+        slot: usize,
         /// The failures of all ranks; if the channel failed, of this one.
         failures: Vec<RankFailure>,
         /// The failure of the channel.
@@ -78,7 +78,7 @@ impl GroupError {
 }
 
 fn torn(
-    slot: Slot,
+    slot: usize,
     failures: &[RankFailure],
     channel: Option<&ChannelError>,
     not_emptied: Option<&LoadError>,
@@ -89,7 +89,7 @@ fn torn(
         None => "is now empty".to_owned(),
         Some(error) => format!("must not be used, because it cannot be emptied ({error})"),
     };
-    format!("not all ranks of the group committed the adapter to {slot}, which {state}: {}", List(&reasons))
+    format!("not all ranks of the group committed the adapter to slot {slot}, which {state}: {}", List(&reasons))
 }
 
 /// The failure of one rank.

@@ -19,7 +19,7 @@ use crate::{
     cpu,
     error::LoadError,
     model::Model,
-    slots::{Resident, Usage},
+    slots::Usage,
 };
 
 /// One rank's view of a tensor-parallel group: its channel to the other ranks, and its weight table.
@@ -36,14 +36,14 @@ pub struct Group<R, T> {
 #[derive(Debug)]
 #[must_use]
 pub struct Prepared<T: Table> {
-    slot: Slot,
+    slot: usize,
     fingerprint: u64,
     filled: T::Filled,
 }
 
 impl<T: Table> Prepared<T> {
-    /// The slot that the adapter was prepared for.
-    pub fn slot(&self) -> Slot {
+    /// Index of the slot that the adapter was prepared for.
+    pub fn slot(&self) -> usize {
         self.slot
     }
 }
@@ -76,16 +76,15 @@ impl<R: Ranks, T: Table> Group<R, T> {
     ///
     /// # Errors
     /// [`GroupError::NoFreeSlot`], [`GroupError::Disagreement`] or [`GroupError::Channel`].
-    pub fn free_slot(&mut self) -> Result<Slot, GroupError> {
+    pub fn free_slot(&mut self) -> Result<usize, GroupError> {
         let mut first = 0;
         loop {
-            let index = |slot: Slot| u16::try_from(slot.index()?).ok();
-            let verdicts = self.exchange(&Verdict::Free(self.table.free_slot(first).and_then(index)))?;
+            let verdicts = self.exchange(&Verdict::Free(self.table.free_slot(first)))?;
             let free = |verdict: &Verdict| if let Verdict::Free(free) = verdict { Some(*free) } else { None };
             let Some(free) = verdicts.iter().map(free).collect::<Option<Vec<_>>>() else {
                 return Err(disagreement(&verdicts));
             };
-            let Some(free) = free.into_iter().collect::<Option<Vec<u16>>>() else {
+            let Some(free) = free.into_iter().collect::<Option<Vec<usize>>>() else {
                 return Err(GroupError::NoFreeSlot);
             };
             // Each round raises `first`, until all ranks have the same slot or one has none.
@@ -96,7 +95,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
             }
             first = free.iter().fold(first, |first, &free| first.max(free));
             if free.iter().all(|&free| free == first) {
-                return Ok(Slot::new(first));
+                return Ok(first);
             }
         }
     }
@@ -115,7 +114,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
     /// If `open` panics. The other ranks get [`GroupError::Refused`], and the group can be used again.
     pub fn prepare<A: Borrow<Adapter>>(
         &mut self,
-        slot: Slot,
+        slot: usize,
         fingerprint: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
     ) -> Result<Prepared<T>, GroupError> {
@@ -160,7 +159,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
     ///
     /// # Panics
     /// If the table panics. The other ranks get [`GroupError::Torn`].
-    pub fn commit(&mut self, prepared: Prepared<T>) -> Result<Resident, GroupError> {
+    pub fn commit(&mut self, prepared: Prepared<T>) -> Result<Slot, GroupError> {
         if let Some(broken) = &self.broken {
             return Err(broken.clone().into());
         }
@@ -172,10 +171,10 @@ impl<R: Ranks, T: Table> Group<R, T> {
             Ok(verdicts) => (verdicts, None),
             Err(error) => (Vec::new(), Some(error)),
         };
-        if let (Ok(resident), None) = (&own, &channel)
+        if let (Ok(slot), None) = (&own, &channel)
             && verdicts.iter().all(|verdict| *verdict == committed)
         {
-            return Ok(*resident);
+            return Ok(*slot);
         }
         let not_emptied = self.table.unload(slot).err().map(Box::new);
         if let Err(Failure::Panic(payload)) = own {
@@ -197,10 +196,10 @@ impl<R: Ranks, T: Table> Group<R, T> {
     /// As for `prepare` and `commit`.
     pub fn load<A: Borrow<Adapter>>(
         &mut self,
-        slot: Slot,
+        slot: usize,
         fingerprint: u64,
         open: impl FnOnce() -> Result<A, AdapterError>,
-    ) -> Result<Resident, GroupError> {
+    ) -> Result<Slot, GroupError> {
         let prepared = self.prepare(slot, fingerprint, open)?;
         self.commit(prepared)
     }
@@ -287,7 +286,7 @@ pub trait Table {
     fn usage(&self) -> Usage;
 
     /// The lowest empty slot from the index `first` on.
-    fn free_slot(&self, first: u16) -> Option<Slot>;
+    fn free_slot(&self, first: usize) -> Option<usize>;
 
     /// Whether an image would fit if no adapter was loaded.
     fn can_hold(&self, image: &SlotImage<'_>) -> bool;
@@ -296,7 +295,7 @@ pub trait Table {
     ///
     /// # Errors
     /// [`LoadError`] if the slot does not exist, the image does not match the table, or there is no room.
-    fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError>;
+    fn reserve(&self, slot: usize, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError>;
 
     /// Writes an adapter and waits until it is written, so that no failed copy can make the commit fail.
     ///
@@ -309,13 +308,13 @@ pub trait Table {
     ///
     /// # Errors
     /// [`LoadError`]. The slot is then unchanged.
-    fn commit(&self, slot: Slot, filled: Self::Filled) -> Result<Resident, LoadError>;
+    fn commit(&self, slot: usize, filled: Self::Filled) -> Result<Slot, LoadError>;
 
     /// Empties a slot.
     ///
     /// # Errors
     /// [`LoadError`] if the slot does not exist, or as for `commit`.
-    fn unload(&self, slot: Slot) -> Result<(), LoadError>;
+    fn unload(&self, slot: usize) -> Result<(), LoadError>;
 }
 
 /// Implements [`Table`] for a backend's table. `fill` is the way that the backend writes an adapter.
@@ -337,16 +336,15 @@ macro_rules! table {
                 self.usage()
             }
 
-            fn free_slot(&self, first: u16) -> Option<Slot> {
-                let slots = (first..=u16::MAX).take_while(|&index| usize::from(index) < self.capacity().num_slots);
-                slots.map(Slot::new).find(|&slot| self.get(slot).is_none())
+            fn free_slot(&self, first: usize) -> Option<usize> {
+                (first..self.capacity().num_slots).find(|&slot| self.get(slot).is_none())
             }
 
             fn can_hold(&self, image: &SlotImage<'_>) -> bool {
                 Self::arena_bytes([image]) <= self.usage().capacity
             }
 
-            fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError> {
+            fn reserve(&self, slot: usize, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError> {
                 self.check_slot(slot)?;
                 self.reserve(image)
             }
@@ -356,11 +354,11 @@ macro_rules! table {
                 fill(self, reservation, image)
             }
 
-            fn commit(&self, slot: Slot, filled: Self::Filled) -> Result<Resident, LoadError> {
+            fn commit(&self, slot: usize, filled: Self::Filled) -> Result<Slot, LoadError> {
                 self.commit(slot, filled)
             }
 
-            fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+            fn unload(&self, slot: usize) -> Result<(), LoadError> {
                 self.unload(slot)
             }
         }

@@ -16,7 +16,7 @@
 //! use std::{thread, time::Duration};
 //!
 //! use aril::{
-//!     DType, Slot,
+//!     DType,
 //!     adapter::{Adapter, Tensor},
 //!     cpu::WeightTable,
 //!     group::{Group, GroupError, InProcess, Ranks},
@@ -40,7 +40,7 @@
 //!     let slot = group.free_slot().unwrap();
 //!     let Err(GroupError::Refused { failures, .. }) = group.load(slot, 1, || Ok(&adapter)) else { panic!() };
 //!     assert_eq!((failures.len(), failures[0].rank), (1, 1));
-//!     assert_eq!((slot, table.usage().used), (Slot::new(0), 0));
+//!     assert_eq!((slot, table.usage().used), (0, 0));
 //! };
 //! thread::scope(|scope| {
 //!     for ranks in InProcess::group(2, Duration::from_secs(60)) {

@@ -11,7 +11,7 @@ use super::{
     channel::{ChannelError, Message, Ranks},
     error::Phase,
 };
-use crate::{Slot, error::panic_message, model::TpRank};
+use crate::{error::panic_message, model::TpRank};
 
 /// Characters of a reason. Each takes up to 6 bytes in JSON.
 const MAX_REASON: usize = 299;
@@ -20,15 +20,15 @@ const _: () = assert!((MAX_REASON + 1) * 6 + 600 <= Message::BYTES);
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Verdict {
     /// The lowest empty slot from some slot on.
-    Free(Option<u16>),
+    Free(Option<usize>),
     /// The adapter is ready to be committed.
     Ready {
-        slot: i32,
+        slot: usize,
         fingerprint: u64,
     },
     /// The adapter is in the slot.
     Committed {
-        slot: i32,
+        slot: usize,
         fingerprint: u64,
     },
     Failed {
@@ -39,12 +39,12 @@ pub(super) enum Verdict {
 }
 
 impl Verdict {
-    pub(super) fn ready(slot: Slot, fingerprint: u64) -> Self {
-        Self::Ready { slot: bytemuck::cast(slot), fingerprint }
+    pub(super) fn ready(slot: usize, fingerprint: u64) -> Self {
+        Self::Ready { slot, fingerprint }
     }
 
-    pub(super) fn committed(slot: Slot, fingerprint: u64) -> Self {
-        Self::Committed { slot: bytemuck::cast(slot), fingerprint }
+    pub(super) fn committed(slot: usize, fingerprint: u64) -> Self {
+        Self::Committed { slot, fingerprint }
     }
 
     /// A failure. A long reason is cut off.
@@ -106,18 +106,10 @@ impl fmt::Display for Verdict {
         match self {
             Self::Free(_) => f.write_str("chooses a slot"),
             Self::Ready { slot, fingerprint } => {
-                write!(
-                    f,
-                    "loads the adapter with fingerprint {fingerprint} into {}",
-                    bytemuck::cast::<i32, Slot>(*slot)
-                )
+                write!(f, "loads the adapter with fingerprint {fingerprint} into slot {slot}")
             }
             Self::Committed { slot, fingerprint } => {
-                write!(
-                    f,
-                    "has committed the adapter with fingerprint {fingerprint} to {}",
-                    bytemuck::cast::<i32, Slot>(*slot)
-                )
+                write!(f, "has committed the adapter with fingerprint {fingerprint} to slot {slot}")
             }
             Self::Failed { phase, reason, .. } => write!(f, "could not {phase}: {reason}"),
         }
@@ -132,10 +124,10 @@ mod tests {
     fn messages_are_verdicts() {
         for verdict in [
             Verdict::Free(None),
-            Verdict::Free(Some(u16::MAX)),
-            Verdict::ready(Slot::new(u16::MAX), u64::MAX),
-            Verdict::ready(Slot::BASE, 0),
-            Verdict::committed(Slot::new(u16::MAX), u64::MAX),
+            Verdict::Free(Some(usize::MAX)),
+            Verdict::ready(usize::MAX, u64::MAX),
+            Verdict::ready(0, 0),
+            Verdict::committed(usize::MAX, u64::MAX),
             Verdict::failed(Phase::Fill, "", false),
             Verdict::failed(Phase::Reserve, "\"ä\" \u{0}\n", true),
         ] {

@@ -4,8 +4,6 @@ use super::{
     error::PlanError,
     thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
-#[cfg(any(feature = "cuda", test))]
-use crate::Slot;
 use crate::{extent::product, model::MAX_RANK};
 
 /// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
@@ -66,15 +64,15 @@ impl Capacity {
 
     /// This capacity with as many slots as the tokens of a batch have.
     #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn of_batch(self, slots: &[Slot]) -> Self {
-        let (mut seen, mut num_slots, mut last) = ([0_u64; MAX_SLOTS.div_ceil(64)], 0, Slot::BASE);
-        for &slot in slots {
+    pub(crate) fn of_batch(self, slots: impl IntoIterator<Item = i32>) -> Self {
+        let (mut seen, mut num_slots, mut last) = ([0_u64; MAX_SLOTS.div_ceil(64)], 0, -1);
+        for slot in slots {
             // In a prefill, neighbours mostly have the same slot.
             if slot == last {
                 continue;
             }
             last = slot;
-            if let Some(index) = slot.index().filter(|&index| index < self.num_slots) {
+            if let Some(index) = usize::try_from(slot).ok().filter(|&index| index < self.num_slots) {
                 let (word, bit) = (&mut seen[index / 64], 1 << (index % 64));
                 num_slots += usize::from(*word & bit == 0);
                 *word |= bit;
@@ -192,9 +190,9 @@ mod tests {
         ) {
             // Slots anywhere, or a few over and over.
             let slots = runs.iter().flat_map(|&(slot, few, len)| vec![if few < 7 { few - 1 } else { slot }; len]);
-            let slots: Vec<Slot> = slots.map(bytemuck::cast).collect();
+            let slots: Vec<i32> = slots.collect();
             let capacity = Capacity::tokens(slots.len().max(1)).slots(num_slots).rank(8);
-            let (of_batch, segments) = (capacity.of_batch(&slots), Segments::new(&slots, num_slots));
+            let (of_batch, segments) = (capacity.of_batch(slots.iter().copied()), Segments::new(&slots, num_slots));
             prop_assert_eq!(of_batch, capacity.slots(segments.len()));
             let base = slots.len() - segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>();
             let groups = || segments.iter().map(|(_, tokens)| tokens.len()).chain([base]);

@@ -8,7 +8,7 @@ use std::{
 use super::{
     AdapterId, Lease, Load, PoolError, Residency, Snapshot, StreamId, Version,
     backend::{Backend, Call, Read},
-    core::{Core, Limits},
+    core::{Core, Granted, Limits},
 };
 use crate::{
     Slot,
@@ -184,8 +184,13 @@ impl<B: Backend> AdapterPool<B> {
         self.core.poll(&mut self.backend);
         let granted = self.core.prepare(ids, stream, &mut self.backend)?;
         // All leases exist before anything is enqueued for them, so that an error ends them all.
-        let lease = |(&id, slot): (&AdapterId, Slot)| Lease { id, slot, stream, dropped: self.dropped.clone() };
-        let leases = ids.iter().zip(granted.iter().map(|granted| slot_at(granted.slot))).map(lease).collect();
+        let lease = |(&id, granted): (&AdapterId, &Granted)| Lease {
+            id,
+            slot: granted.content,
+            stream,
+            dropped: self.dropped.clone(),
+        };
+        let leases = ids.iter().zip(&granted).map(lease).collect();
         self.backend.point(&granted, stream)?;
         granted.iter().for_each(|granted| self.core.open(granted.slot, stream));
         Ok(leases)
@@ -288,8 +293,8 @@ impl<B: Backend> AdapterPool<B> {
     /// ```
     ///
     /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch, [`OperandError::NoSuchStream`], or
-    /// as for the `step` of the backend's table.
+    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch with the adapter that it names,
+    /// [`OperandError::NoSuchStream`], or as for the `step` of the backend's table.
     pub fn step<'a>(
         &'a self,
         stream: StreamId,
@@ -326,13 +331,13 @@ impl<B: Backend> AdapterPool<B> {
         self.core.add_stream()
     }
 
-    /// Rejects slots that no lease of the stream holds.
+    /// Rejects slots that no lease of the stream holds with the adapters that they name.
     fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
         if !self.core.has_stream(stream) {
             return Err(OperandError::NoSuchStream { stream });
         }
-        let is_open = |slot: &Slot| slot.index().is_none_or(|index| self.core.is_open(index, stream));
-        slots.iter().find(|slot| !is_open(slot)).map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
+        let stray = slots.iter().find(|slot| !self.core.is_open(**slot, stream));
+        stray.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
     /// Begins a call, unless the pool cannot go on.
@@ -399,11 +404,6 @@ impl<B: Backend> AdapterPool<B> {
     pub(super) fn take(&mut self, read: Read) {
         self.core.has_read(read, &mut self.backend);
     }
-}
-
-/// The slot of an index that is within a table.
-pub(crate) fn slot_at(index: usize) -> Slot {
-    Slot::new(u16::try_from(index).expect("a table has no more slots than this"))
 }
 
 /// Memory and threads of a pool.

@@ -1,7 +1,7 @@
 use std::{sync::Arc, time::Duration};
 
 use super::AdapterId;
-use crate::{Slot, error::LoadError, slots::Usage};
+use crate::{error::LoadError, slots::Usage};
 
 /// What a pool has done since it was created. A lease of an adapter that is on the device at the first request is a hit.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -87,8 +87,8 @@ pub struct Residency {
     pub id: AdapterId,
     /// The fastest tier that it is in.
     pub tier: Tier,
-    /// Its slot on the device. It may change once no lease is left.
-    pub slot: Option<Slot>,
+    /// Index of its slot on the device. It may change once no lease is left.
+    pub slot: Option<usize>,
     /// Whether it is in the host tier.
     pub in_host: bool,
     /// Size of its block in bytes.

@@ -3,22 +3,18 @@
 use std::{
     fmt,
     num::NonZeroU64,
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
-        mpsc::Sender,
-    },
+    sync::{Arc, OnceLock, mpsc::Sender},
 };
 
 use super::{PoolError, adapter_pool::Dropped};
-use crate::{Slot, error::LoadError};
+use crate::{Slot, error::LoadError, unique::unique};
 
 /// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks, and any
 /// thread may do so.
 ///
 /// The slot is valid for launches until the next end of a step of the stream after the lease was dropped. After that, a step refuses it
-/// ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), unless another lease holds it, whose adapter may be another.
-/// So take the slots of each step from its leases.
+/// ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), also if another adapter is leased there, unless another lease
+/// holds the same copy of the same adapter.
 #[derive(Debug)]
 #[must_use]
 pub struct Lease {
@@ -171,9 +167,7 @@ pub struct CacheNamespace(u64);
 impl AdapterId {
     /// An id that no adapter of this process has, for engines whose adapters are in another pool than an `AdapterPool`.
     pub fn unique() -> Self {
-        static LAST: AtomicU64 = AtomicU64::new(0);
-        let id = LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        Self(NonZeroU64::new(id).expect("a process does not count to 2^64"))
+        Self(NonZeroU64::new(unique()).expect("a process does not count to 2^64"))
     }
 
     /// The id as a number, for logs.

@@ -14,12 +14,6 @@ mod metrics;
 mod simulated;
 mod source;
 
-pub(crate) use self::{
-    adapter_pool::slot_at,
-    backend::{Call, Copy, Read},
-    core::{Granted, Limits},
-    loaders::{HostTier, arena_bytes},
-};
 pub use self::{
     adapter_pool::{AdapterPool, PoolConfig},
     backend::Backend,
@@ -28,4 +22,9 @@ pub use self::{
     handles::{AdapterId, CacheNamespace, Lease, Load, StreamId, Version},
     simulated::{Simulated, SimulatedPool, Work},
     source::Source,
+};
+pub(crate) use self::{
+    backend::{Call, Copy, Read},
+    core::{Granted, Limits},
+    loaders::{HostTier, arena_bytes},
 };

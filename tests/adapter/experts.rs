@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{
         Adapter, AdapterError, ImageEntry, Orientation, SlotImage, Tensor,
         layout::{B, LinearA},
@@ -784,7 +784,7 @@ fn a_table_of_other_experts_refuses_an_image() {
     });
     let load = |model: &Model, rank, image: &SlotImage<'_>| {
         let capacity = Capacity::tokens(1).slots(1).rank(rank);
-        WeightTable::new(model, DType::F32, capacity, image.bytes()).unwrap().load(Slot::new(0), image)
+        WeightTable::new(model, DType::F32, capacity, image.bytes()).unwrap().load(0, image)
     };
     for (i, model) in models.iter().enumerate() {
         let image = adapter.plan(model, DType::F32).unwrap();

@@ -6,7 +6,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{
         Adapter, AdapterError, ImageEntry, MIN_STAGING_BYTES, SlotImage, Tensor,
         layout::{B, LinearA},
@@ -448,7 +448,7 @@ fn ranks_beyond_a_table_are_an_error() {
     let adapter = adapter(&[Lora::linear("lm_head", 8, 20, 9)]);
     let image = adapter.plan(&model, DType::F32).unwrap();
     let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(1).slots(1).rank(8), image.bytes()).unwrap();
-    let error = weights.load(Slot::new(0), &image).unwrap_err();
+    let error = weights.load(0, &image).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 9, max_rank: 8 })), "{error}");
 }
 

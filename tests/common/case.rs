@@ -19,6 +19,7 @@ use aril::{
     model::{Model, ModelSpec, Shard},
     plan::Capacity,
     routing::Batch,
+    slots::SlotInfo,
 };
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
@@ -110,7 +111,8 @@ pub struct World<T, L: Layer> {
     pub adapters: Vec<Adapter>,
     /// By adapter.
     pub pairs: Vec<L::Pairs>,
-    pub slots: Vec<Slot>,
+    /// By token, as in the case: -1, or any number that is not a slot, is the base model.
+    pub slots: Vec<i32>,
     pub scales: Option<Vec<f32>>,
     pub num_slots: usize,
     pub max_rank: usize,
@@ -254,7 +256,7 @@ impl<L: Layer> Case<L> {
             id,
             adapters: Vec::new(),
             pairs,
-            slots: self.slots.iter().map(|&slot| bytemuck::cast(slot)).collect(),
+            slots: self.slots.clone(),
             scales: self.half_scales.as_deref().map(halved),
             num_slots: self.num_slots(),
             max_rank: self.max_rank(),
@@ -311,12 +313,13 @@ impl<L: Layer> Case<L> {
     }
 }
 
-impl<T: Element, L: Layer> World<T, L> {
-    /// The batch. Its slots may be beyond the table's, which only the raw API and memory of the device accept.
-    pub fn batch(&self) -> Batch<'_> {
-        self.batch_of(&self.slots)
-    }
+/// The slots with these numbers and the adapters that are there, which a table says. All other numbers are the base model.
+pub fn loaded_slots(numbers: &[i32], get: impl Fn(usize) -> Option<SlotInfo>) -> Vec<Slot> {
+    let loaded = |&number: &i32| usize::try_from(number).ok().and_then(&get).map_or(Slot::BASE, |info| info.slot);
+    numbers.iter().map(loaded).collect()
+}
 
+impl<T: Element, L: Layer> World<T, L> {
     /// A batch of these slots with the case's scales.
     pub fn batch_of<'a>(&'a self, slots: &'a [Slot]) -> Batch<'a> {
         match &self.scales {
@@ -325,10 +328,9 @@ impl<T: Element, L: Layer> World<T, L> {
         }
     }
 
-    /// The slots of the batch, with the base model's for those beyond the table's, which mean the same.
-    pub fn known_slots(&self) -> Vec<Slot> {
-        let known = |slot: &Slot| slot.index().filter(|&index| index < self.num_slots).map_or(Slot::BASE, |_| *slot);
-        self.slots.iter().map(known).collect()
+    /// The slots of the batch with the adapters that are there. The raw API and memory of the device take the numbers instead.
+    pub fn loaded_slots(&self, get: impl Fn(usize) -> Option<SlotInfo>) -> Vec<Slot> {
+        loaded_slots(&self.slots, get)
     }
 
     /// The tightest bounds for a batch of `num_tokens` tokens, and at least one token and slot.

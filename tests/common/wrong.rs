@@ -2,10 +2,13 @@
 
 use aril::{
     DType,
+    adapter::Adapter,
     error::OperandError,
     model::{Activation, EmbeddingId, Experts, ExpertsId, Linear, LinearId, Model, ModelSpec, Parallel, Shard, TpRank},
     plan::{Capacity, PlanError},
 };
+
+use super::adapters::{self, Lora};
 
 pub const TOKENS: usize = 3;
 pub const FEATURES: usize = 8;
@@ -157,6 +160,11 @@ impl World {
 
     pub fn dtype() -> DType {
         DType::BF16
+    }
+
+    /// One for either model.
+    pub fn adapter() -> Adapter {
+        adapters::adapter(&[Lora::linear("one.m", FEATURES, 8, 1)])
     }
 
     pub fn id(&self, of: Of) -> LinearId {

@@ -2,6 +2,7 @@
 
 use crate::{
     common::{
+        adapters::{self, Lora},
         case::Subject,
         compare::Expected,
         consumers::{Case, Consumed, World, cases},
@@ -27,7 +28,7 @@ impl Subject<Consumed> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let mut out = world.out.clone();
         let weights = table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let layer = LoraLinear::new(&weights, world.id).unwrap();
@@ -91,7 +92,7 @@ fn silu_mul_refuses_other_layers_and_operands() {
     let [pair, uneven, single] = [("pair", &[4, 4][..]), ("uneven", &[4, 5]), ("single", &[8])]
         .map(|(name, outputs)| spec.linear(layer(name, outputs)).unwrap());
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 10).unwrap();
+    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 12).unwrap();
     let slots = [Slot::BASE; 2];
     let run = |id, y_cols: usize, out_cols: usize, slots: &[Slot]| {
         let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
@@ -111,5 +112,7 @@ fn silu_mul_refuses_other_layers_and_operands() {
     let shape = |operand, cols, want_cols| Err(OperandError::Shape { operand, rows: 2, cols, want_rows: 2, want_cols });
     assert_eq!(run(pair, 7, 4, &slots), shape("y", 7, 8));
     assert_eq!(run(pair, 8, 3, &slots), shape("out", 3, 4));
-    assert_eq!(run(pair, 8, 4, &[Slot::new(0); 2]), Ok(()));
+    let adapter = adapters::adapter(&[Lora::linear("pair.m0", 8, 4, 1)]);
+    let slot = weights.load(0, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+    assert_eq!(run(pair, 8, 4, &[slot; 2]), Ok(()));
 }

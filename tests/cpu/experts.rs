@@ -2,8 +2,8 @@
 
 use crate::{
     common::{
-        case::Subject,
-        cpu::{self, matrix, matrix_mut},
+        case::{Subject, loaded_slots},
+        cpu::{self, matrix, matrix_mut, slots},
         experts::{Act, Case, DOWN, GATE, Moe, Op, Order, Pairs, Shape, Sizes, UP, World, cases, launch_on_cpu},
         values::Values,
     },
@@ -33,7 +33,8 @@ impl Subject<Moe> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let weights = cpu::table(&world.model, T::DTYPE, world.capacity(case.num_tokens()), &world.adapters);
         let experts = LoraExperts::new(&weights, world.id).unwrap();
-        let (router, slots, mut workspace) = (case.router(), world.known_slots(), Workspace::default());
+        let (router, slots, mut workspace) =
+            (case.router(), world.loaded_slots(|slot| weights.get(slot)), Workspace::default());
         let batch = world.batch_of(&slots);
         let top_k = case.top_k(router.as_deref());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
@@ -212,8 +213,7 @@ impl Layer {
         let (model, id) = case.model();
         let weights = table(&model, &self.adapters, 8, case.max_rank());
         let experts = LoraExperts::new(&weights, id).unwrap();
-        let slot = |&slot: &i32| if slot < 8 { bytemuck::cast(slot) } else { Slot::BASE };
-        let slots: Vec<Slot> = case.slots.iter().map(slot).collect();
+        let slots = loaded_slots(&case.slots, |slot| weights.get(slot));
         let router = case.router();
         let (top_k, batch, mut workspace) = (case.top_k(router.as_deref()), Batch::new(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
@@ -338,7 +338,7 @@ fn model(experts: Experts) -> (Model, ExpertsId) {
 #[test]
 fn deltas_worked_by_hand() {
     let (weights, experts) = pair_of_experts();
-    let (slots, mut workspace) = ([Slot::new(0), Slot::BASE], Workspace::default());
+    let (slots, mut workspace) = (slots(&weights, [0, -1]), Workspace::default());
     let batch = Batch::new(&slots);
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     // The first token has chosen the second expert twice, and its second route has the last row.
@@ -395,7 +395,7 @@ fn experts_of_one_b_have_scalings_of_their_own() {
     });
     let config = r#"{"peft_type": "LORA", "lora_alpha": 2, "alpha_pattern": {"1.down_proj": 3}}"#;
     let weights = table(&model, &[Adapter::from_tensors(config, tensors).unwrap()], 1, 1);
-    let (experts, slots) = (LoraExperts::new(&weights, id).unwrap(), [Slot::new(0)]);
+    let (experts, slots) = (LoraExperts::new(&weights, id).unwrap(), slots(&weights, [0]));
     let batch = Batch::new(&slots);
     for ids in [[0, 1], [1, 0]] {
         let (top_k, mut workspace, mut y) = (TopK::new(&ids, 2).unwrap(), Workspace::default(), [0.0]);
@@ -451,7 +451,7 @@ fn layers_share_what_they_share() {
     assert_eq!(shared, [(a[0], of_a), (a[1], of_a), (a[2], of_b), (c[2], of_b), (d[0], of_a), (d[1], of_a)]);
 
     let run = |id, weights: &WeightTable| {
-        let (slots, ids) = ([Slot::new(0), Slot::BASE, Slot::new(0)], [0, 1, 2, 0, 2, 1]);
+        let (slots, ids) = (slots(weights, [0, -1, 0]), [0, 1, 2, 0, 2, 1]);
         let (batch, top_k, mut workspace) = (Batch::new(&slots), TopK::new(&ids, 2).unwrap(), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let (x, y, mut inter, mut out) = ([0.5; 12], [0.25; 48], [0.0; 24], [0.0; 12]);
@@ -478,8 +478,9 @@ fn operands_that_do_not_fit_are_refused() {
     let (weights, experts) = pair_of_experts();
     let (other, _) = model(Experts::new("m", 2, 2, 2).top_k(2));
     let other = table(&other, &[], 1, 1);
-    let (slots, ids, ones) = ([Slot::new(0); 3], [0, 1, 1, 0, 1, 1], [1.0; 64]);
+    let (slots, ids, ones) = (slots(&weights, [0; 3]), [0, 1, 1, 0, 1, 1], [1.0; 64]);
     let (batch, too_few, top_k) = (Batch::new(&slots), Batch::new(&slots[..2]), TopK::new(&ids, 2).unwrap());
+    let of_other = Batch::new(&[Slot::BASE; 3]);
     let operations = [
         (Op::AddGateUp, [3, 2], None, [6, 4]),
         (Op::WriteGateUp, [3, 2], None, [6, 4]),
@@ -501,7 +502,7 @@ fn operands_that_do_not_fit_are_refused() {
         };
         let fitting = [x, y.unwrap_or([0, 0]), target];
         assert_eq!(run(fitting, &weights, &batch), Ok(()));
-        assert_eq!(run(fitting, &other, &batch), Err(OperandError::Model));
+        assert_eq!(run(fitting, &other, &of_other), Err(OperandError::Model));
         assert_eq!(run(fitting, &weights, &too_few), Err(OperandError::Tokens { got: 3, want: 2 }));
         for (operand, [want_rows, want_cols]) in fitting.into_iter().enumerate() {
             let name = ["x", "y", if y.is_some() { "out" } else { "y" }][operand];
@@ -569,7 +570,7 @@ fn what_is_no_expert_or_row_is_not_here() {
 #[test]
 fn two_routes_of_one_row_do_no_harm() {
     let (weights, experts) = pair_of_experts();
-    let (slots, x, mut y) = ([Slot::new(0); 2], [2.0, 4.0, 2.0, 4.0], [0.0; 2 * 4]);
+    let (slots, x, mut y) = (slots(&weights, [0; 2]), [2.0, 4.0, 2.0, 4.0], [0.0; 2 * 4]);
     let top_k = TopK::new(&[1, 1], 1).unwrap().with_rows(&[1, 1]).unwrap();
     let (x, y_matrix) = (Matrix::new(&x, 2, 2).unwrap(), MatrixMut::new(&mut y, 2, 4).unwrap());
     let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());

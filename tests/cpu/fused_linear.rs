@@ -5,7 +5,7 @@ use crate::{
         adapters::{Lora, parts},
         case::Subject,
         compare::Place,
-        cpu::{matrix, matrix_mut, table},
+        cpu::{matrix, matrix_mut, slots, table},
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
         slices::SliceBuffers,
@@ -38,7 +38,7 @@ impl Subject<Fused> for Cpu {
             Some((place, bias)) => layer.with_bias(&bias[..place.cols]).unwrap(),
             None => layer,
         };
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let outputs = SliceBuffers::new(&world.y, case.y(), &case.slices(), case.separate);
@@ -82,7 +82,7 @@ proptest! {
             let together = Cpu.run(case, &world);
             for token in 0..case.num_tokens() {
                 let mut alone = case.world::<T>();
-                alone.slots.fill(Slot::BASE);
+                alone.slots.fill(-1);
                 alone.slots[token] = world.slots[token];
                 let alone = Cpu.run(case, &alone);
                 let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
@@ -122,7 +122,6 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     let adapter = Adapter::from_tensors(&config, tensors).unwrap();
     let mut halves = |rows, cols| values(rows, cols).into_iter().map(f16::from_f32).collect::<Vec<_>>();
     let (w, bias, x) = ([halves(Q, IN), halves(V, IN)], halves(1, Q + V), halves(TOKENS, IN));
-    let slots = [Slot::new(0), Slot::BASE, Slot::new(0)];
     for parallel in [Parallel::Column, Parallel::Row] {
         let mut spec = ModelSpec::new();
         let id = spec.linear(Linear::new("m", parallel, IN).slice("q", Q).slice("v", V)).unwrap();
@@ -148,6 +147,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             };
             let mut y = vec![f16::NAN; TOKENS * outs];
             let mut workspace = Workspace::default();
+            let slots = slots(&weights, [0, -1, 0]);
             let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
             let x = Matrix::strided(&x[columns.start..], TOKENS, columns.len(), IN).unwrap();
             layer.forward(&mut step, x, MatrixMut::new(&mut y, TOKENS, outs).unwrap()).unwrap();
@@ -186,7 +186,8 @@ fn it_is_the_base_layer_and_its_delta() {
         }
     }
     let mut workspace = Workspace::default();
-    let mut step = weights.step(&world.batch(), &mut workspace).unwrap();
+    let slots = world.loaded_slots(|slot| weights.get(slot));
+    let mut step = weights.step(&world.batch_of(&slots), &mut workspace).unwrap();
     let layer = LoraLinear::new(&weights, world.id).unwrap();
     layer.add_delta(&mut step, matrix(&world.x, case.x()), matrix_mut(&mut y, case.y())).unwrap();
     let rows = ..case.y().at(case.num_tokens(), 0);

@@ -2,7 +2,7 @@
 #![expect(clippy::single_range_in_vec_init, reason = "a slice may hold one range of rows")]
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{
         Adapter, SlotImage, Tensor,
         layout::{B, LinearA},
@@ -209,8 +209,8 @@ fn a_layer_may_be_added_after_a_shard() {
     let adapter = counting(2, &[("q", 4)]);
     let images = [&before, &after].map(|model| adapter.plan(model, DType::F32).unwrap());
     let table = WeightTable::new(&after, DType::F32, Capacity::tokens(1).slots(1).rank(1), images[1].bytes()).unwrap();
-    assert!(matches!(table.load(Slot::new(0), &images[0]), Err(LoadError::Slot(SlotError::Model))));
-    table.load(Slot::new(0), &images[1]).unwrap();
+    assert!(matches!(table.load(0, &images[0]), Err(LoadError::Slot(SlotError::Model))));
+    table.load(0, &images[1]).unwrap();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::{
     common::{
         adapters::{self, Lora},
         case::Subject,
-        cpu::{matrix, matrix_mut, table},
+        cpu::{matrix, matrix_mut, slots, table},
         dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
         slices::SliceBuffers,
     },
@@ -34,7 +34,7 @@ impl Subject<Dense> for Cpu {
     fn run<T: Element>(&mut self, case: &Case, world: &World<T>) -> Vec<T> {
         let tokens = case.num_tokens();
         let weights = table(&world.model, T::DTYPE, world.capacity(tokens), &world.adapters);
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let (batch, mut workspace) = (world.batch_of(&slots), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let x = matrix(&world.x, case.x());
@@ -111,7 +111,7 @@ proptest! {
             let together = Cpu::default().run(case, &world);
             for token in 0..case.num_tokens() {
                 let mut alone = case.world::<T>();
-                alone.slots.fill(Slot::BASE);
+                alone.slots.fill(-1);
                 alone.slots[token] = world.slots[token];
                 let alone = Cpu::default().run(case, &alone);
                 let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
@@ -129,7 +129,7 @@ proptest! {
         fn run<T: Element>(case: &Case, apart: bool) -> Result<(), TestCaseError> {
             let mut world = case.world::<T>();
             world.x.fill(T::from_f32(f32::NAN));
-            prop_assert!(!Batch::new(&world.slots).has_adapters());
+            prop_assert!(world.slots.iter().all(|&slot| slot < 0));
             let y = Cpu { apart, ..Cpu::default() }.run(case, &world);
             prop_assert!(bytemuck::cast_slice::<T, u8>(&y) == bytemuck::cast_slice::<T, u8>(&world.y), "{}", case.replay());
             Ok(())
@@ -140,15 +140,14 @@ proptest! {
 
     #[test]
     fn segments_are_a_stable_sort(slots in prop::collection::vec(-3..7_i32, 0..60), num_slots in 0..6_usize) {
-        let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let mut expected: Vec<(usize, usize)> = Vec::new();
         for slot in 0..num_slots {
-            expected.extend((0..slots.len()).filter(|&t| slots[t].index() == Some(slot)).map(|t| (slot, t)));
+            expected.extend((0..slots.len()).filter(|&t| usize::try_from(slots[t]) == Ok(slot)).map(|t| (slot, t)));
         }
         let segments = Segments::new(&slots, num_slots);
         let got: Vec<_> = segments
             .iter()
-            .flat_map(|(slot, tokens)| tokens.iter().map(move |&token| (slot.index().unwrap(), token)))
+            .flat_map(|(slot, tokens)| tokens.iter().map(move |&token| (slot, token)))
             .collect();
         prop_assert_eq!(got, expected);
         prop_assert!(segments.iter().all(|(_, tokens)| !tokens.is_empty()));
@@ -212,7 +211,7 @@ impl Sites {
         let other = other.shard(TpRank::SINGLE).unwrap();
         let [weights, other_weights] = [&model, &other]
             .map(|model| WeightTable::new(model, DType::F32, Capacity::tokens(4).slots(2).rank(4), 1 << 20).unwrap());
-        weights.load(Slot::new(0), &adapter().plan(&model, DType::F32).unwrap()).unwrap();
+        weights.load(0, &adapter().plan(&model, DType::F32).unwrap()).unwrap();
         let linear = LoraLinear::new(&weights, linear).unwrap();
         let embedding = LoraEmbedding::new(&weights, embedding).unwrap();
         Self { model, linear, embedding, weights, other_weights }
@@ -229,8 +228,10 @@ fn adapter() -> Adapter {
 #[test]
 fn an_error_leaves_y_as_it_was() {
     let sites = Sites::new();
-    let slots = [Slot::new(0), Slot::BASE, Slot::new(0)];
+    let slots = slots(&sites.weights, [0, -1, 0]);
     let (batch, shorter) = (Batch::new(&slots), Batch::new(&slots[..2]));
+    // The other table has none of the adapters.
+    let of_other = Batch::new(&[Slot::BASE; 3]);
     let (tokens, x) = (slots.len(), [1.0_f32; 4 * Sites::IN]);
     let refused = |[x_rows, x_cols]: [usize; 2], y_shape: [usize; 2], batch: &Batch<'_>, is_other: bool| {
         let weights = if is_other { &sites.other_weights } else { &sites.weights };
@@ -240,7 +241,7 @@ fn an_error_leaves_y_as_it_was() {
             let mut buffer = [7.0_f32; 32];
             let y = MatrixMut::new(&mut buffer, y_shape[0], y_shape[1]).unwrap();
             let mut workspace = Workspace::default();
-            let mut step = weights.step(batch, &mut workspace).unwrap();
+            let mut step = weights.step(if is_other { &of_other } else { batch }, &mut workspace).unwrap();
             let result = match way {
                 0 => sites.linear.add_delta(&mut step, x(), y),
                 1 => sites.linear.write_delta(&mut step, x(), y),
@@ -275,7 +276,7 @@ fn an_error_leaves_y_as_it_was() {
         let y = MatrixMut::new(&mut buffer, y_shape[0], y_shape[1]).unwrap();
         let weights = if is_other { &sites.other_weights } else { &sites.weights };
         let mut workspace = Workspace::default();
-        let mut step = weights.step(&batch, &mut workspace).unwrap();
+        let mut step = weights.step(if is_other { &of_other } else { &batch }, &mut workspace).unwrap();
         let result = sites.embedding.add_delta(&mut step, ids, y);
         assert!(result.is_ok() || buffer == [7.0; 32], "{result:?}");
         result.err()
@@ -320,42 +321,41 @@ fn matrices_fit_in_their_memory() {
 #[test]
 fn a_failed_load_leaves_the_slot_as_it_was() {
     let Sites { model, linear, weights, .. } = Sites::new();
-    let (adapter, slots) = (adapter(), [Slot::new(0), Slot::new(1)]);
+    let adapter = adapter();
     let added = |weights: &WeightTable| {
         let mut y = [0.0; 2 * Sites::OUT];
         let x = Matrix::new(&[1.0; 2 * Sites::IN], 2, Sites::IN).unwrap();
         let y_matrix = MatrixMut::new(&mut y, 2, Sites::OUT).unwrap();
         let mut workspace = Workspace::default();
+        let slots = slots(weights, [0, 1]);
         let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
         linear.add_delta(&mut step, x, y_matrix).unwrap();
         [y[0], y[Sites::OUT]]
     };
     assert_eq!(added(&weights), [3.0, 0.0]);
-    let refused = |slot: Slot, adapter: &Adapter, model: &Model, dtype: DType| {
+    let refused = |slot: usize, adapter: &Adapter, model: &Model, dtype: DType| {
         let error = weights.load(slot, &adapter.plan(model, dtype).unwrap()).unwrap_err();
         assert_eq!(added(&weights), [3.0, 0.0], "{error}");
         error
     };
     for got in [DType::BF16, DType::F16] {
-        let error = refused(Slot::new(0), &adapter, &model, got);
+        let error = refused(0, &adapter, &model, got);
         assert!(
             matches!(error, LoadError::Slot(SlotError::DType { got: is, want: DType::F32 }) if is == got),
             "{error}"
         );
     }
     let adding = |rank: usize, value: f32| adapters::adapter(&[Lora::adding("m.q", [3, 4], rank, value)]);
-    let error = refused(Slot::new(0), &adding(5, 3.0), &model, DType::F32);
+    let error = refused(0, &adding(5, 3.0), &model, DType::F32);
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 5, max_rank: 4 })), "{error}");
-    let error = refused(Slot::new(0), &adding(4, f32::NAN), &model, DType::F32);
+    let error = refused(0, &adding(4, f32::NAN), &model, DType::F32);
     assert!(matches!(error, LoadError::Adapter(AdapterError::Unrepresentable { .. })), "{error}");
-    for slot in [Slot::new(2), Slot::BASE] {
-        let error = refused(slot, &adapter, &model, DType::F32);
-        assert!(matches!(error, LoadError::Slot(SlotError::NoSuchSlot { num_slots: 2, .. })), "{error}");
-    }
-    assert!(matches!(weights.unload(Slot::new(2)), Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))));
+    let error = refused(2, &adapter, &model, DType::F32);
+    assert!(matches!(error, LoadError::Slot(SlotError::NoSuchSlot { slot: 2, num_slots: 2 })), "{error}");
+    assert!(matches!(weights.unload(2), Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))));
     assert_eq!(added(&weights), [3.0, 0.0]);
-    weights.load(Slot::new(1), &adding(4, 3.0).plan(&model, DType::F32).unwrap()).unwrap();
-    weights.unload(Slot::new(0)).unwrap();
+    weights.load(1, &adding(4, 3.0).plan(&model, DType::F32).unwrap()).unwrap();
+    weights.unload(0).unwrap();
     assert_eq!(added(&weights), [0.0, 3.0]);
 }
 
@@ -363,15 +363,29 @@ fn a_failed_load_leaves_the_slot_as_it_was() {
 #[test]
 fn batches_beyond_the_table_are_refused() {
     let (model, _) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
-    let weights = table(&model, DType::F32, Capacity::tokens(2).slots(3).rank(8), &[]);
+    let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, 1)]);
+    let [weights, larger] = [3, 5].map(|num_slots| {
+        let capacity = Capacity::tokens(2).slots(num_slots).rank(8);
+        let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 16).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        for slot in 0..num_slots {
+            weights.load(slot, &image).unwrap();
+        }
+        weights
+    });
+    let [own, last] = slots(&weights, [0, 2]);
+    let [equal, third, fourth] = slots(&larger, [2, 3, 4]);
     let refused = |slots: &[Slot]| weights.step(&Batch::new(slots), &mut Workspace::default()).map(drop).err();
     let stray = |slot| Some(OperandError::NoSuchSlot { slot, num_slots: 3 });
-    assert_eq!(refused(&[Slot::new(2), Slot::BASE]), None);
-    assert_eq!(refused(&[Slot::new(0), Slot::new(3)]), stray(Slot::new(3)));
-    assert_eq!(refused(&[Slot::new(u16::MAX), Slot::new(3)]), stray(Slot::new(u16::MAX)));
+    assert_eq!(refused(&[last, Slot::BASE]), None);
+    assert_eq!(refused(&[own, third]), stray(third));
+    assert_eq!(refused(&[fourth, third]), stray(fourth));
+    // It has the number of a slot of the table.
+    assert_eq!(refused(&[own, equal]), Some(OperandError::NotLoaded { slot: equal }));
+    assert_eq!(refused(&[equal, third]), stray(third));
     let too_many = Some(OperandError::Capacity { what: "the batch's tokens", got: 3, max: 2 });
     assert_eq!(refused(&[Slot::BASE; 3]), too_many);
-    assert_eq!(refused(&[Slot::new(3); 3]), too_many);
+    assert_eq!(refused(&[third; 3]), too_many);
 }
 
 #[test]
@@ -379,13 +393,13 @@ fn ranks_are_those_of_distinct_adapters() {
     let (model, _) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
     let capacity = Capacity::tokens(8).slots(4).rank(8);
     let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 16).unwrap();
-    for (slot, rank) in [(0, 3), (2, 5)] {
+    let [first, empty, third] = [(0, 3), (1, 1), (2, 5)].map(|(slot, rank)| {
         let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, rank)]);
-        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
-    }
-    let [first, empty, third] = [0, 1, 2].map(Slot::new);
+        weights.load(slot, &adapter.plan(&model, DType::F32).unwrap()).unwrap()
+    });
+    weights.unload(1).unwrap();
     let ranks = |slots: &[Slot]| weights.ranks(&Batch::new(slots));
-    assert_eq!((ranks(&[]), ranks(&[Slot::BASE, empty, Slot::new(9)]), ranks(&[first, first])), (0, 0, 3));
+    assert_eq!((ranks(&[]), ranks(&[Slot::BASE, empty]), ranks(&[first, first])), (0, 0, 3));
     assert_eq!(ranks(&[third, first, Slot::BASE, third, empty, first]), 8);
 }
 
@@ -407,7 +421,7 @@ fn weights_of_another_model_are_refused() {
     let mut spec = ModelSpec::new();
     let (own, id) = model(&mut spec, layer(), first);
     let weights = table(&own, DType::F32, capacity(), &[]);
-    let (slots, mut workspace) = ([Slot::new(0)], Workspace::default());
+    let (slots, mut workspace) = ([Slot::BASE], Workspace::default());
     let batch = Batch::new(&slots);
     let mut add = |of: &Model, id| {
         let (layer, mut y) = (LoraLinear::new(&table(of, DType::F32, capacity(), &[]), id).unwrap(), [7.0; 2]);
@@ -455,7 +469,7 @@ fn an_adapter_planned_for_another_rank_is_refused() {
     let [first, second] = [0, 1].map(|rank| spec.shard(TpRank::new(rank, 2).unwrap()).unwrap());
     let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, 1)]);
     let weights = table(&first, DType::F32, capacity(), std::slice::from_ref(&adapter));
-    let error = weights.load(Slot::new(0), &adapter.plan(&second, DType::F32).unwrap()).unwrap_err();
+    let error = weights.load(0, &adapter.plan(&second, DType::F32).unwrap()).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Model)), "{error}");
-    assert!(weights.get(Slot::new(0)).is_some());
+    assert!(weights.get(0).is_some());
 }

@@ -3,7 +3,7 @@
 //! All numbers are small integers, so that every sum is exact and laws are equations.
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, Tensor},
     cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
     model::{Activation, Halves, Linear, ModelSpec, Parallel, TpRank},
@@ -266,7 +266,7 @@ fn shard(problem: &Problem, parallel: Parallel, rank: usize, size: usize, x: &[f
     let image = adapter.plan(&model, DType::F32).unwrap();
     let capacity = Capacity::tokens(1).slots(1).rank(problem.rank);
     let weights = WeightTable::new(&model, DType::F32, capacity, image.bytes()).unwrap();
-    let slots = [weights.load(Slot::new(0), &image).unwrap().slot()];
+    let slots = [weights.load(0, &image).unwrap()];
     let mut y = vec![0.0; model[id].out_features()];
     let (x, columns) = (narrow(x), y.len());
     let (x, y_matrix) = (Matrix::new(&x, 1, x.len()).unwrap(), MatrixMut::new(&mut y, 1, columns).unwrap());

@@ -56,7 +56,7 @@ fn choices_that_are_not_of_each_route_are_refused() {
 
 #[test]
 fn a_batch_has_a_slot_and_a_scale_for_each_token() {
-    let slots = [Slot::BASE, Slot::new(3), Slot::new(1), Slot::new(3)];
+    let slots = [Slot::BASE; 4];
     let batch = Batch::new(&slots);
     assert_eq!((batch.num_tokens(), batch.slots(), batch.scales(), batch.scale(2)), (4, &slots[..], None, 1.0));
     let scales = [0.5, -2.0, 0.0, 7.0];
@@ -64,13 +64,17 @@ fn a_batch_has_a_slot_and_a_scale_for_each_token() {
     assert_eq!((scaled.scales(), [0, 1, 2, 3].map(|token| scaled.scale(token))), (Some(&scales[..]), scales));
     let error = batch.with_scales(&scales[..3]).unwrap_err();
     assert_eq!(error, OperandError::Length { operand: "scales", got: 3, want: 4 });
-    assert!(batch.has_adapters() && !Batch::new(&slots[..1]).has_adapters() && !Batch::new(&[]).has_adapters());
+    assert!(!batch.has_adapters() && !Batch::new(&[]).has_adapters());
+    assert_eq!(Slot::BASE.to_string(), "the base model's slot");
+}
 
+#[test]
+fn segments_have_the_tokens_of_a_slot() {
+    let slots = [-1, 3, 1, 3];
     let segments = Segments::new(&slots, 4);
     let listed: Vec<_> = segments.iter().collect();
-    assert_eq!(listed, [(Slot::new(1), &[2_usize][..]), (Slot::new(3), &[1, 3])]);
+    assert_eq!(listed, [(1, &[2_usize][..]), (3, &[1, 3])]);
     assert_eq!((segments.len(), segments.is_empty()), (2, false));
     assert_eq!(Segments::new(&slots, 3).len(), 1);
     assert!(Segments::new(&slots, 1).is_empty());
-    assert_eq!([Slot::new(7).to_string(), Slot::BASE.to_string()], ["slot 7", "the base model's slot"]);
 }

@@ -1,7 +1,7 @@
 //! The CPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, IntoSlices as _, Slices, Slot,
+    Element, IntoSlices as _, Slices,
     cpu::{FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
     routing::{Batch, TopK},
@@ -30,8 +30,10 @@ fn ys<'a, T: Element>(
 }
 
 fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
-    let [own, other] = world.models.each_ref().map(|model| table(model, World::dtype(), World::capacity(), &[]));
-    let (slots, mut workspace) = (vec![Slot::new(0); call.tokens], Workspace::default());
+    let [own, other] =
+        world.models.each_ref().map(|model| table(model, World::dtype(), World::capacity(), &[World::adapter()]));
+    let weights = if call.is_of_other_table { &other } else { &own };
+    let (slots, mut workspace) = (vec![weights.get(0).unwrap().slot; call.tokens], Workspace::default());
     let (inputs, seven, ids) = ([T::from_f32(1.0); LEN], T::from_f32(7.0), [0; LEN]);
     let (ones, rows): ([f32; LEN], Vec<i32>) = ([1.0; LEN], (0..LEN as i32).collect());
     let (mut y, mut out, mut v) = ([seven; LEN], [seven; LEN], [7.0_f32; LEN]);
@@ -40,7 +42,7 @@ fn run<T: Element>(world: &World, call: Call) -> Result<(), OperandError> {
     let result = (|| -> Result<(), OperandError> {
         let batch = Batch::new(&slots);
         let linear = || LoraLinear::new(&own, world.id(call.of));
-        let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
+        let mut step = weights.step(&batch, &mut workspace)?;
         let ws = |w| (0..call.num_w()).map(|_| matrix(w)).collect::<Result<Vec<_>, _>>();
         let (whole, parts) = (&mut y, &mut parts);
         match call.op {

@@ -30,17 +30,20 @@ use half::bf16;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    common::{adapters::tensor, small::choose},
+    common::{
+        adapters::{Lora, tensor},
+        small::choose,
+    },
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
-    setup::{SLOTS, Setup, Spin, TOKENS, add_deltas},
+    setup::{SLOTS, Setup, Spin, TOKENS, add_deltas, load, load_experts, slots_of},
 };
 
 /// Between replays of one graph, adapters are loaded, unloaded and change their ranks, and the routing changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_follows_loads_ranks_and_routing() {
-    type Change = (u16, Option<(usize, f32)>);
+    type Change = (usize, Option<(usize, f32)>);
     let steps: [(&[Change], &[i32]); 7] = [
         (&[], &[0, 1, 2, -1]),
         (&[(0, Some((4, 1.0))), (2, Some((32, 5.0)))], &[0, 1, 2, -1, 2, 0, 3]),
@@ -55,19 +58,18 @@ fn a_replay_follows_loads_ranks_and_routing() {
     let mut held = [0.0; SLOTS];
     for (number, (changes, slots)) in steps.into_iter().enumerate() {
         for &(slot, change) in changes {
-            held[usize::from(slot)] = change.map_or(0.0, |(_, value)| value);
+            held[slot] = change.map_or(0.0, |(_, value)| value);
             match change {
-                Some((rank, value)) => drop(setup.load(slot, rank, value).unwrap()),
-                None => setup.weights.unload(Slot::new(slot)).unwrap(),
+                Some((rank, value)) => _ = setup.load(slot, rank, value).unwrap(),
+                None => setup.weights.unload(slot).unwrap(),
             }
         }
-        let slots: Vec<Slot> = slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
         let expected: [f32; TOKENS] = std::array::from_fn(|token| {
-            let slot = slots.get(token).and_then(|slot| slot.index());
+            let slot = slots.get(token).and_then(|&slot| usize::try_from(slot).ok());
             slot.and_then(|slot| held.get(slot).copied()).unwrap_or(0.0)
         });
-        assert_eq!(setup.replay(&mut graph, &slots), expected, "step {number}");
-        assert_eq!(setup.step(&slots), expected, "step {number}, eager");
+        assert_eq!(setup.replay(&mut graph, slots), expected, "step {number}");
+        assert_eq!(setup.step(slots), expected, "step {number}, eager");
     }
 }
 
@@ -78,7 +80,7 @@ fn a_graph_keeps_what_it_works_on() {
     const FEATURES: usize = 1024;
     const LEN: usize = TOKENS * FEATURES;
     let setup = Setup::new(2, FEATURES, 4 << 20);
-    setup.load(1, 16, 3.0).unwrap();
+    let slot = setup.load(1, 16, 3.0).unwrap();
     let Setup { gpu, weights, layers, mut routing, mut workspace, x, .. } = setup;
     let ([mut between, mut result], queue) = ([(); 2].map(|()| Buffer::zeros(&gpu.queue, LEN).unwrap()), &gpu.queue);
     let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
@@ -94,7 +96,7 @@ fn a_graph_keeps_what_it_works_on() {
         )
     };
     let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
+    let batch = routing.update(&Batch::new(&[slot; TOKENS])).unwrap();
     gpu.synchronize();
     // If the graph did not keep them, they would now hold NaN.
     drop((layers, x, between));
@@ -128,7 +130,7 @@ fn a_graph_is_replayed_by_another_thread() {
     let mut setup = Setup::new(2, 64, 1 << 20);
     setup.load(3, 8, 6.0).unwrap();
     let mut graph = setup.capture();
-    let added = thread::spawn(move || setup.replay(&mut graph, &[Slot::new(3); TOKENS])).join().unwrap();
+    let added = thread::spawn(move || setup.replay(&mut graph, &[3; TOKENS])).join().unwrap();
     assert_eq!(added, [6.0; TOKENS]);
 }
 
@@ -232,9 +234,9 @@ fn refused(setup: &mut Setup, record: Record<'_>) -> LaunchError {
 fn assert_usable(setup: &mut Setup) {
     assert_eq!(setup.gpu.stream.capture_status().unwrap(), CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE);
     setup.load(2, 4, 11.0).unwrap();
-    assert_eq!(setup.step(&[Slot::new(2); TOKENS]), [11.0; TOKENS]);
+    assert_eq!(setup.step(&[2; TOKENS]), [11.0; TOKENS]);
     let mut graph = setup.capture();
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(2); TOKENS]), [11.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[2; TOKENS]), [11.0; TOKENS]);
 }
 
 #[test]
@@ -314,9 +316,10 @@ fn a_capture_cannot_be_stolen() {
         })
         .collect();
     assert_eq!(setup.added(), [0.0; TOKENS]);
-    assert_eq!(setup.replay(&mut graphs[0], &[Slot::new(0); TOKENS]), [8.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graphs[0], &[0; TOKENS]), [8.0; TOKENS]);
     // A step of the plain table is none of the pool's.
-    let batch = setup.routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let slots = slots_of(&setup.weights, &[0; TOKENS]);
+    let batch = setup.routing.update(&Batch::new(&slots)).unwrap();
     let mut step = setup.weights.step(&batch, &mut setup.workspace).unwrap();
     assert!(matches!(graphs[1].replay(&mut step), Err(LaunchError::OtherGraph { what: "table" })));
 }
@@ -348,14 +351,14 @@ fn other_work_within_a_capture_runs_at_once() {
         stream.memcpy_dtod(&from, &mut to)?;
         assert!(stream.clone_dtoh(&to)?.iter().all(|&value| value == 3.0));
         allocated = Some(stream.alloc_zeros::<f32>(LEN)?);
-        weights.load(Slot::new(1), &image).unwrap();
+        let slot = weights.load(1, &image).unwrap();
         drop(WeightTable::new(queue, weights.model(), DType::F32, capacity, 1 << 16)?);
         queue.copy(&from, &mut to)?;
 
         let [eager, recorded] = &mut ys;
         let mut graph = weights
             .capture(&other_routing, TOKENS, &mut other_workspace, |step| add_deltas(layers, 64, step, x, recorded))?;
-        let batch = other_routing.update(&Batch::new(&[Slot::new(1); TOKENS]))?;
+        let batch = other_routing.update(&Batch::new(&[slot; TOKENS]))?;
         let mut other = weights.step(&batch, &mut other_workspace)?;
         add_deltas(layers, 64, &mut other, x, eager)?;
         graph.replay(&mut other)?;
@@ -368,10 +371,11 @@ fn other_work_within_a_capture_runs_at_once() {
     let allocated = Buffer::from_slice(queue, allocated.unwrap()).unwrap();
     assert!(read(&allocated).iter().all(|&value| value == 0.0));
     assert!(read(y).iter().all(|&value| value == 0.0));
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(1); TOKENS]), [5.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[1; TOKENS]), [5.0; TOKENS]);
     assert!(read(&ys[0]).iter().all(|&value| value == 5.0));
-    let batch = other_routing.update(&Batch::new(&[Slot::new(1); TOKENS])).unwrap();
+    let slots = slots_of(&setup.weights, &[1; TOKENS]);
+    let batch = other_routing.update(&Batch::new(&slots)).unwrap();
     captured_within.unwrap().replay(&mut setup.weights.step(&batch, &mut other_workspace).unwrap()).unwrap();
     assert!(read(&ys[1]).iter().all(|&value| value == 10.0));
     setup.gpu.context.check_err().unwrap();
@@ -421,7 +425,8 @@ fn the_stream_of_the_raw_step_captures() {
     };
     let mut graph = weights.capture(routing, TOKENS, workspace, record).unwrap();
     y.write(&vec![7.0; y.len()]).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let slots = slots_of(weights, &[0; TOKENS]);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
     let mut step = weights.step(&batch, workspace).unwrap();
     for _ in 0..2 {
         graph.replay(&mut step).unwrap();
@@ -439,7 +444,7 @@ fn a_queue_of_the_default_stream_captures() {
     let mut setup = Setup::on(gpu, 2, 64, 1 << 20);
     setup.load(0, 2, 4.0).unwrap();
     let mut graph = setup.capture();
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
 }
 
 /// Threads capture and replay on one queue and one table at once, while others read and make tables there without a pause. No capture
@@ -471,7 +476,8 @@ fn captures_wait_for_no_thread() {
                 let record = |step: &mut Step<'_>| add_deltas(layers, 64, step, x, &mut y);
                 let mut graph = weights.capture(&routing, TOKENS, &mut workspace, record).unwrap();
                 routing.wait().unwrap();
-                let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+                let slots = slots_of(weights, &[0; TOKENS]);
+                let batch = routing.update(&Batch::new(&slots)).unwrap();
                 graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
                 let mut values = vec![f32::NAN; y.len()];
                 y.read(&mut values).unwrap();
@@ -508,7 +514,8 @@ fn a_slice_is_an_operand_of_its_own_stream_alone() {
     is_refused(gpu.queue.copy(&x, &mut elsewhere), "to");
     other.queue.copy(&elsewhere, &mut there).unwrap();
     is_refused(routing.update_on_device(&ids, None).map(drop), "token_slots");
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let slots = slots_of(weights, &[0; TOKENS]);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
     let mut step = weights.step(&batch, workspace).unwrap();
     is_refused(step.copy(&elsewhere, y.slice_mut(0..TOKENS * 64)), "from");
     let mut add = |x: &CudaSlice<f32>| {
@@ -536,7 +543,8 @@ fn a_foreign_capture_does_not_spread_by_events() {
     let mut other_routing = Routing::new(&gpu.queue, weights.capacity(), 2).unwrap();
     gpu.synchronize();
     let foreign = gpu.context.new_stream().unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let slots = slots_of(weights, &[0; TOKENS]);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
     let mut step = weights.step(&batch, workspace).unwrap();
     for (call, (to, scales)) in captured.iter_mut().enumerate() {
         foreign.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
@@ -602,7 +610,7 @@ fn a_captured_step_goes_on_behind_a_refusal() {
             add_deltas(layers, 64, step, x, y)
         })
         .unwrap();
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
 }
 
 /// A replay is refused in a step that has other objects or more tokens than the captured one, or is being captured itself. Nothing is
@@ -621,9 +629,9 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     let mut other_weights = WeightTable::new(queue, weights.model(), DType::F32, capacity, 1 << 16).unwrap();
     let mut other_routing = Routing::new(queue, capacity, 1).unwrap();
     let mut other_workspace = Workspace::new(weights).unwrap();
-    let slots = [Slot::new(0); TOKENS];
     let mut replay = |weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace, tokens: usize| {
         routing.wait().unwrap();
+        let slots = slots_of(weights, &[0; TOKENS]);
         let batch = routing.update(&Batch::new(&slots[..tokens])).unwrap();
         graph.replay(&mut weights.step(&batch, workspace).unwrap())
     };
@@ -658,7 +666,7 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     other_weights = WeightTable::new(&elsewhere, weights.model(), DType::F32, capacity, 1 << 16).unwrap();
     other_routing = Routing::new(&elsewhere, capacity, 1).unwrap();
     other_workspace = Workspace::new(&other_weights).unwrap();
-    let batch = other_routing.update(&Batch::new(&slots[..ROWS])).unwrap();
+    let batch = other_routing.update(&Batch::new(&[Slot::BASE; ROWS])).unwrap();
     let error = graph.replay(&mut other_weights.step(&batch, &mut other_workspace).unwrap()).unwrap_err();
     assert!(matches!(error, LaunchError::WrongStream { operand: "the graph" }), "{error}");
 
@@ -685,7 +693,7 @@ fn a_graph_without_adapters_serves_no_other_batch() {
     let id = spec.linear(gate_up).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let capacity = Capacity::tokens(TOKENS).slots(2).rank(8);
-    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 16).unwrap();
     let layer = LoraLinear::new(&weights, id).unwrap();
     let (mut routing, mut workspace) = (Routing::new(queue, capacity, 2).unwrap(), Workspace::new(&weights).unwrap());
     let (x, mut y) =
@@ -711,7 +719,7 @@ fn a_graph_without_adapters_serves_no_other_batch() {
     };
 
     let mut slots = [Slot::BASE; TOKENS];
-    slots[3] = Slot::new(1);
+    slots[3] = load(&weights, 1, &[Lora::linear("m.gate", 8, FEATURES, 1)]);
     let batch = routing.update(&Batch::new(&slots)).unwrap();
     let error = graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap_err();
     assert!(matches!(error, LaunchError::WithoutAdapters), "{error}");
@@ -757,7 +765,8 @@ fn copies_of_a_step_are_captured() {
         .unwrap();
     drop(residual);
     let others: Vec<_> = (0..32).map(|_| Buffer::<f32>::zeros(queue, LEN + 1).unwrap()).collect();
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let slots = slots_of(weights, &[0; TOKENS]);
+    let batch = routing.update(&Batch::new(&slots)).unwrap();
     let mut step = weights.step(&batch, workspace).unwrap();
     let mut got = vec![f32::NAN; LEN + 1];
     for _ in 0..2 {
@@ -881,9 +890,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
     let (mut values, mut target) = (Buffer::<f32>::zeros(queue, 64).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
     let mut pinned = PinnedBuffer::<f32>::zeros(queue, 64).unwrap();
-    let (slots, adapter) = ([Slot::new(0)], crate::setup::adapter(1, 64, 2, 5.0));
+    let adapter = crate::setup::adapter(1, 64, 2, 5.0);
     let image = adapter.plan(&model, DType::F32).unwrap();
-    let resident = weights.load(Slot::new(0), &image).unwrap();
+    let slots = [weights.load(0, &image).unwrap()];
     let top_k = || TopK::new(&ids, 2).unwrap();
     fn y(target: &mut Buffer<f32>) -> MatrixMut<'_, f32> {
         MatrixMut::new(target, 1, 64).unwrap()
@@ -936,9 +945,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let record = |step: &mut Step<'_>| linear.add_delta(step, x(), y(&mut target));
     let beside = weights.capture(&routing, 1, &mut workspace, record).map(drop);
     let loads = [
-        ("WeightTable::load", weights.load(Slot::new(1), &image).map(drop)),
-        ("WeightTable::unload", weights.unload(Slot::new(0))),
-        ("WeightTable::commit", weights.commit(Slot::new(1), filled).map(drop)),
+        ("WeightTable::load", weights.load(1, &image).map(drop)),
+        ("WeightTable::unload", weights.unload(0)),
+        ("WeightTable::commit", weights.commit(1, filled).map(drop)),
     ];
     let captured = stream.end_capture(CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
     captured.expect("the capture was disturbed");
@@ -951,8 +960,8 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     }
 
     // The table is as before, and all of it still works.
-    weights.check([resident]).unwrap();
-    assert!(weights.get(Slot::new(1)).is_none());
+    weights.check(slots).unwrap();
+    assert!(weights.get(1).is_none());
     assert_eq!(weights.usage().used, weights.loaded()[0].bytes);
     values.write(&[1.0; 64]).unwrap();
     linear.add_delta(&mut step, Matrix::<f32>::new(&values, 1, 64).unwrap(), y(&mut target)).unwrap();
@@ -962,9 +971,9 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     graph.replay(&mut of_graph).unwrap();
     target.read(&mut got).unwrap();
     assert_eq!(got, [10.0; 64]);
-    weights.load(Slot::new(1), &image).unwrap();
-    weights.unload(Slot::new(0)).unwrap();
-    assert!(weights.check([resident]).is_err());
+    weights.load(1, &image).unwrap();
+    weights.unload(0).unwrap();
+    assert!(weights.check(slots).is_err());
 }
 
 /// The modes in which an engine may itself capture the queue's stream.
@@ -1010,9 +1019,9 @@ fn the_thread_that_captures_reserves_and_fills() {
         while_captured(gpu, mode, || filled.push(fill(image)));
     }
     for (slot, filled) in (1..).zip(filled) {
-        weights.commit(Slot::new(slot), filled).unwrap();
+        weights.commit(slot, filled).unwrap();
     }
-    let slots: [Slot; TOKENS] = std::array::from_fn(|token| Slot::new(token as u16 % 4));
+    let slots: [i32; TOKENS] = std::array::from_fn(|token| token as i32 % 4);
     assert_eq!(setup.replay(&mut graph, &slots), [4.0, 6.0, 7.0, 8.0].repeat(TOKENS / 4)[..]);
     setup.gpu.context.check_err().unwrap();
 }
@@ -1030,12 +1039,12 @@ fn what_is_dropped_during_a_capture_is_freed_behind_it() {
     let image = adapter.plan(weights.model(), DType::F32).unwrap();
     let make = || {
         let table = WeightTable::new(queue, weights.model(), DType::F32, capacity, BYTES).unwrap();
-        table.load(Slot::new(0), &image).unwrap();
+        let slot = table.load(0, &image).unwrap();
         // A copy that the table waits for.
         let mut staging = Staging::new(queue).unwrap();
         drop(table.reserve(&image).unwrap().fill(&image, &mut staging).unwrap());
         let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        routing.update(&Batch::new(&[Slot::new(0)])).unwrap();
+        routing.update(&Batch::new(&[slot])).unwrap();
         let workspace = Workspace::with_bytes(queue, weights.workspace_bytes().unwrap()).unwrap();
         (table, staging, routing, workspace, Buffer::<f32>::zeros(queue, BYTES / size_of::<f32>()).unwrap())
     };
@@ -1060,7 +1069,7 @@ fn what_is_dropped_during_a_capture_is_freed_behind_it() {
         assert_eq!(gpu.used_bytes(), before);
     }
     gpu.context.check_err().unwrap();
-    assert_eq!(setup.replay(&mut graph, &[Slot::new(0); TOKENS]), [4.0; TOKENS]);
+    assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
 }
 
 /// The experts of a layer, and the operands of a step.
@@ -1153,13 +1162,14 @@ fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
             if number > 0 {
                 let adapter = experts_adapter([16, 3, 8][number % 3], &mut rng);
                 let image = adapter.plan(&model, DType::BF16).unwrap();
-                weights.load(Slot::new((number % 3) as u16), &image).unwrap();
+                weights.load(number % 3, &image).unwrap();
             }
             let ids: Vec<i32> = (0..tokens * TOP_K).map(|_| rng.random_range(-1..=EXPERTS as i32)).collect();
             let router: Vec<f32> = (0..tokens * TOP_K).map(|_| rng.random_range(0.0..1.0)).collect();
             on.ids.write(&ids).unwrap();
             on.router.write(&router).unwrap();
-            let slots: Vec<Slot> = (0..tokens).map(|_| bytemuck::cast(rng.random_range(-1..3_i32))).collect();
+            let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..3)).collect();
+            let slots = slots_of(&weights, &slots);
             let batch = routing.update(&Batch::new(&slots)).unwrap();
             graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
             let replayed = on.take();
@@ -1209,7 +1219,8 @@ fn routes_are_refused_where_others_may_have_been_grouped() {
     let is_refused = |result: Result<(), LaunchError>| {
         assert!(matches!(result, Err(LaunchError::OtherBatch { operand: "the routes" })), "{result:?}");
     };
-    let batch = routing.update(&Batch::new(&[Slot::new(1); ROWS])).unwrap();
+    let slot = load_experts(&weights, 1, "m", [HIDDEN, INTER]);
+    let batch = routing.update(&Batch::new(&[slot; ROWS])).unwrap();
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     let mut routes = grouping.update(&mut step, TopK::new(&ids, TOP_K).unwrap()).unwrap();
     add(&mut step, &mut routes).unwrap();

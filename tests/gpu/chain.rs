@@ -2,7 +2,7 @@
 //! kernels have ended.
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, WeightTable, Workspace, raw},
     model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -63,8 +63,7 @@ impl Stack {
             }
             let (config, tensors) = parts(16.0, &modules);
             let image = Adapter::from_tensors(&config, tensors).unwrap();
-            let slot = Slot::new(u16::try_from(adapter).unwrap());
-            weights.load(slot, &image.plan(&model, DType::BF16).unwrap()).unwrap();
+            weights.load(adapter, &image.plan(&model, DType::BF16).unwrap()).unwrap();
         }
         gpu.synchronize();
         Self { gpu, capacity, model, layers: ids, embedding, weights }

@@ -2,7 +2,7 @@
 //! API.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     cuda::{self, LaunchError, LoraLinear, Routing, Step, View, ViewMut, WeightTable, Workspace, raw},
     error::OperandError,
     model::{Linear, ModelSpec, Parallel, TpRank},
@@ -15,6 +15,7 @@ use rand::{SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
+        adapters::Lora,
         case::Subject,
         compare::{Place, compare},
         consumers::{Case, Consumed, World, cases},
@@ -31,6 +32,7 @@ use crate::{
         PoisonedRouting, PoisonedTable, Raw, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix,
         raw_matrix_mut, table, upload_all,
     },
+    setup::{load, slots_of},
 };
 
 /// The safe API.
@@ -45,7 +47,7 @@ impl Subject<Consumed> for Safe<'_> {
         let capacity = world.capacity(tokens);
         let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
         let [x, mut out] = [&world.x, &world.out].map(|values: &Vec<T>| self.gpu.upload(values));
         let (x_view, mut out_view) = (x.view::<T>(), out.view_mut::<T>());
@@ -67,7 +69,11 @@ impl Subject<Consumed> for Raw<'_> {
         let (model, stream) = (&world.model, gpu.raw_stream());
         let tokens = case.num_tokens() + self.padded_tokens;
         let capacity = world.capacity(tokens);
-        let routed = PoisonedRouting::new(gpu, capacity.slots(capacity.num_slots + self.padded_tokens), &world.batch());
+        let routed = PoisonedRouting::new(
+            gpu,
+            capacity.slots(capacity.num_slots + self.padded_tokens),
+            (&world.slots, world.scales.as_deref()),
+        );
         let batch = routed.routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
@@ -256,7 +262,7 @@ fn a_consumers_token_depends_on_nothing_else() {
             }
         }
         let mut base = case.world::<T>();
-        base.slots.fill(Slot::BASE);
+        base.slots.fill(-1);
         let base = eager.run(case, &base);
         for token in (0..case.num_tokens()).filter(|&token| case.adapter(token).is_none()) {
             let same = case.written(&first, token) == case.written(&base, token);
@@ -376,7 +382,8 @@ fn a_consumers_replay_sees_what_changed() {
             x.write(&padded(&world.x, inputs)).unwrap();
             y.write(&padded(&world.y, y_cols)).unwrap();
             out.write(&vec![T::from_f32(f32::NAN); tokens * features]).unwrap();
-            let batch = routing.update(&Batch::new(&world.slots)).unwrap();
+            let slots = world.loaded_slots(|slot| weights.get(slot));
+            let batch = routing.update(&Batch::new(&slots)).unwrap();
             graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
             let mut got = vec![T::default(); tokens * features];
             out.read(&mut got).unwrap();
@@ -430,7 +437,7 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
 
     let x = zeros(TOKENS * 8);
     let narrow_x = || cuda::Matrix::<Bf16>::new(&x, TOKENS, 8).unwrap();
-    let slots = [Slot::new(0); TOKENS];
+    let slots = [load(&weights, 0, &[Lora::linear("gate_up.gate", 8, FEATURES, 1)]); TOKENS];
     let mut step = |routing: &mut Routing| {
         let batch = routing.update(&Batch::new(&slots)).unwrap();
         let mut step = weights.step(&batch, &mut workspace).unwrap();
@@ -476,7 +483,7 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_chain_of_consumers_reads_what_was_written_before() {
-    const SLOTS: u16 = 5;
+    const SLOTS: usize = 5;
     let (hidden, inter, layers, rounds) = choose((512, 384, 24, 10), (128, 96, 2, 1));
     let gpu = Gpu::new();
     let queue = &gpu.queue;
@@ -490,10 +497,10 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
     }
     let model = spec.shard(TpRank::SINGLE).unwrap();
     for &tokens in choose(&[1, 40, 512, 700][..], &[40, 520]) {
-        let capacity = Capacity::tokens(tokens).slots(SLOTS.into()).rank(32);
+        let capacity = Capacity::tokens(tokens).slots(SLOTS).rank(32);
         let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 22).unwrap();
         for slot in 0..SLOTS {
-            let rank = 8 + 5 * usize::from(slot);
+            let rank = 8 + 5 * slot;
             let mut modules = Modules::default();
             for (path, [input, output]) in
                 [("gate_up.gate", [hidden, inter]), ("gate_up.up", [hidden, inter]), ("down.down", [inter, hidden])]
@@ -501,7 +508,7 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
                 let [a, b] = [rank * input, output * rank].map(|len| fill(Values::Rounded, len, 1.0, &mut rng));
                 modules.put(path, 0.5, Modules::LINEAR, (&[rank, input], &a), (&[output, rank], &b));
             }
-            weights.load(Slot::new(slot), &modules.adapter().plan(&model, DType::BF16).unwrap()).unwrap();
+            weights.load(slot, &modules.adapter().plan(&model, DType::BF16).unwrap()).unwrap();
         }
         let [gate_up, down] = [gate_up, down].map(|id| LoraLinear::new(&weights, id).unwrap());
         let mut workspace = Workspace::new(&weights).unwrap();
@@ -515,7 +522,8 @@ fn a_chain_of_consumers_reads_what_was_written_before() {
         };
         // The base's output stays the same; what is activated, and the sums that the next layer reads, are passed on.
         let (wide, x) = (buffer(tokens, 2 * inter), buffer(tokens, hidden));
-        let slots: Vec<Slot> = (0..tokens as i32).map(|token| bytemuck::cast(token * 7 % 6 - 1)).collect();
+        let slots: Vec<i32> = (0..tokens as i32).map(|token| token * 7 % 6 - 1).collect();
+        let slots = slots_of(&weights, &slots);
         let mut run = |waits: bool| {
             let mut sums = cuda::Buffer::<half::bf16>::zeros(queue, tokens * hidden).unwrap();
             queue.copy(&x, &mut sums).unwrap();

@@ -12,7 +12,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::Adapter,
     cuda::{LoraLinear, WeightTable, Workspace, raw},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
@@ -69,7 +69,7 @@ impl Layers {
             }
             let (config, tensors) = parts(16.0, &modules);
             let adapter = Adapter::from_tensors(&config, tensors).unwrap();
-            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+            weights.load(slot, &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
         }
         gpu.synchronize();
         Self { gpu, model, ids, weights }

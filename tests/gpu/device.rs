@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use aril::{
-    Slot,
     adapter::Adapter,
     cuda::{Kernels, Queue, WeightTable, raw::DeviceRegion, raw::Stream},
 };
@@ -156,10 +155,11 @@ impl Drop for Graph {
 /// Loads adapters into the first slots, and empties the others.
 pub fn load_slots(weights: &WeightTable, adapters: &[Adapter]) {
     for slot in 0..weights.capacity().num_slots {
-        let at = Slot::new(slot as u16);
         match adapters.get(slot) {
-            Some(adapter) => drop(weights.load(at, &adapter.plan(weights.model(), weights.dtype()).unwrap()).unwrap()),
-            None => weights.unload(at).unwrap(),
+            Some(adapter) => {
+                weights.load(slot, &adapter.plan(weights.model(), weights.dtype()).unwrap()).unwrap();
+            }
+            None => weights.unload(slot).unwrap(),
         }
     }
 }

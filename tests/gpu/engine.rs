@@ -13,11 +13,10 @@ use aril::{
         Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, Staging, Step, WeightTable,
         Workspace,
     },
-    error::SlotError,
+    error::{OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -31,7 +30,7 @@ const CAPACITY: Capacity = Capacity::tokens(40).slots(3).rank(16);
 const DECODE: usize = 8;
 
 /// A loaded adapter and its version.
-type Loaded = (Resident, u16);
+type Loaded = (Slot, usize);
 
 /// The state that all threads share.
 struct Engine {
@@ -52,21 +51,21 @@ impl Engine {
     }
 
     /// Loads a version of an adapter, replacing an adapter of the same name or into a free slot. Delays no step.
-    fn load(&self, name: &str, version: u16, adapter: &Adapter, staging: &mut Staging) -> Result<Resident> {
+    fn load(&self, name: &str, version: usize, adapter: &Adapter, staging: &mut Staging) -> Result<Slot> {
         let image = adapter.plan(self.weights.model(), self.weights.dtype())?;
         let filled = self.weights.reserve(&image)?.fill(&image, staging)?;
         filled.wait()?;
         let mut adapters = self.adapters();
-        let free = || (0..3).map(Slot::new).find(|&slot| self.weights.get(slot).is_none());
-        let slot = adapters.get(name).map(|(old, _)| old.slot()).or_else(free).ok_or("all slots are taken")?;
-        let resident = self.weights.commit(slot, filled)?;
-        adapters.insert(name.to_owned(), (resident, version));
-        Ok(resident)
+        let free = || (0..3).find(|&slot| self.weights.get(slot).is_none());
+        let slot = adapters.get(name).and_then(|(old, _)| old.index()).or_else(free).ok_or("all slots are taken")?;
+        let slot = self.weights.commit(slot, filled)?;
+        adapters.insert(name.to_owned(), (slot, version));
+        Ok(slot)
     }
 
     fn unload(&self, name: &str) -> Result<()> {
-        let (resident, _) = self.adapters().remove(name).ok_or("there is no such adapter")?;
-        Ok(self.weights.unload(resident.slot())?)
+        let (slot, _) = self.adapters().remove(name).ok_or("there is no such adapter")?;
+        Ok(self.weights.unload(slot.index().ok_or("an adapter has a slot")?)?)
     }
 }
 
@@ -77,19 +76,26 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Whether its adapters are still there, and what the layers give of each row: those of `y`, then those of `z`.
-    fn answer(&self, engine: &Engine, rows: &Rows) -> Result<Answer> {
-        let valid = self.adapters.iter().map(|adapter| engine.weights.check(adapter.map(|(resident, _)| resident)));
-        let valid = valid.collect();
+    /// What the layers give of each row: those of `y`, then those of `z`.
+    fn answer(&self, valid: Vec<Result<(), SlotError>>, rows: &Rows) -> Result<Answer> {
         let (mut y, mut z) = (vec![0.0; self.x.len()], vec![0.0; self.x.len()]);
         rows.y.read(&mut y)?;
         rows.z.read(&mut z)?;
         Ok(Answer { valid, values: [y, z] })
     }
 
-    fn slots(&self) -> Vec<Slot> {
-        self.adapters.iter().map(|adapter| adapter.map_or(Slot::BASE, |(resident, _)| resident.slot())).collect()
+    /// Whether each adapter is still there, and the slots of those that are.
+    fn slots(&self, engine: &Engine) -> (Vec<Result<(), SlotError>>, Vec<Slot>) {
+        let slot = |adapter: &Option<Loaded>| adapter.map_or(Slot::BASE, |(slot, _)| slot);
+        let there = |slot: Slot| (engine.weights.check([slot]), slot);
+        let there = self.adapters.iter().map(slot).map(there);
+        there.map(|(valid, slot)| if valid.is_ok() { (valid, slot) } else { (valid, Slot::BASE) }).unzip()
     }
+}
+
+/// Whether an adapter was replaced while a step of it was enqueued. Its rows are no one's.
+fn is_overtaken(enqueued: &Result<(), LaunchError>) -> bool {
+    matches!(enqueued, Err(LaunchError::Operand(OperandError::NotLoaded { .. })))
 }
 
 struct Answer {
@@ -144,21 +150,33 @@ impl Stepper {
     }
 
     fn prefill(&mut self, engine: &Engine, tokens: &Tokens) -> Result<Answer> {
-        self.prefill.put(&tokens.x)?;
-        self.routing.wait()?;
-        let slots = tokens.slots();
-        let batch = self.routing.update(&Batch::new(&slots))?;
-        self.prefill.enqueue(&engine.layers, &mut engine.weights.step(&batch, &mut self.workspace)?)?;
-        tokens.answer(engine, &self.prefill)
+        loop {
+            self.prefill.put(&tokens.x)?;
+            self.routing.wait()?;
+            let (valid, slots) = tokens.slots(engine);
+            let batch = self.routing.update(&Batch::new(&slots))?;
+            let step = engine.weights.step(&batch, &mut self.workspace);
+            let enqueued = step.and_then(|mut step| self.prefill.enqueue(&engine.layers, &mut step));
+            if !is_overtaken(&enqueued) {
+                enqueued?;
+                return tokens.answer(valid, &self.prefill);
+            }
+        }
     }
 
     fn decode(&mut self, engine: &Engine, tokens: &Tokens) -> Result<Answer> {
-        self.decode.put(&tokens.x)?;
-        self.routing.wait()?;
-        let slots = tokens.slots();
-        let batch = self.routing.update(&Batch::new(&slots))?;
-        self.graph.replay(&mut engine.weights.step(&batch, &mut self.workspace)?)?;
-        tokens.answer(engine, &self.decode)
+        loop {
+            self.decode.put(&tokens.x)?;
+            self.routing.wait()?;
+            let (valid, slots) = tokens.slots(engine);
+            let batch = self.routing.update(&Batch::new(&slots))?;
+            let step = engine.weights.step(&batch, &mut self.workspace);
+            let enqueued = step.and_then(|mut step| self.graph.replay(&mut step));
+            if !is_overtaken(&enqueued) {
+                enqueued?;
+                return tokens.answer(valid, &self.decode);
+            }
+        }
     }
 }
 
@@ -170,11 +188,9 @@ struct OnCpu {
 
 impl OnCpu {
     fn answer(&self, tokens: &Tokens) -> Result<[Vec<f32>; 2]> {
-        let slots: Vec<Slot> = tokens
-            .adapters
-            .iter()
-            .map(|adapter| adapter.map_or(Slot::BASE, |(_, version)| Slot::new(version)))
-            .collect();
+        let slot = |version: usize| self.weights.get(version).map_or(Slot::BASE, |info| info.slot);
+        let slots = tokens.adapters.iter().map(|adapter| adapter.map_or(Slot::BASE, |(_, version)| slot(version)));
+        let slots: Vec<Slot> = slots.collect();
         let (batch, mut workspace) = (Batch::new(&slots), cpu::Workspace::default());
         let mut step = self.weights.step(&batch, &mut workspace)?;
         let (rows, mut y, mut z) = (slots.len(), tokens.x.clone(), vec![0.0; tokens.x.len()]);
@@ -186,7 +202,7 @@ impl OnCpu {
     }
 }
 
-const VERSIONS: u16 = 60;
+const VERSIONS: usize = 60;
 const NAMES: [&str; 3] = ["pirate", "poet", "novelist"];
 
 fn integers(rng: &mut StdRng, len: usize) -> Vec<f32> {
@@ -213,7 +229,7 @@ fn admit(engine: &Engine, rng: &mut StdRng, count: usize) -> Tokens {
     Tokens { adapters, x: integers(rng, count * FEATURES) }
 }
 
-/// Compares rows whose adapters were resident with the CPU's. Returns how many had an adapter, and how many had lost it.
+/// Compares rows whose adapters were there with the CPU's. Returns how many had an adapter, and how many had lost it.
 fn compare(tokens: &Tokens, answer: &Answer, on_cpu: &OnCpu) -> Result<[usize; 2]> {
     let expected = on_cpu.answer(tokens)?;
     let mut counts = [0; 2];
@@ -241,14 +257,14 @@ fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
     let ids = [spec.linear(layer("first"))?, spec.linear(layer("second"))?];
     let model = spec.shard(TpRank::SINGLE)?;
     let engine = Engine::new(&gpu.queue, &model, ids)?;
-    let cpu_capacity = Capacity::tokens(CAPACITY.max_tokens).slots(VERSIONS.into()).rank(CAPACITY.max_rank);
+    let cpu_capacity = Capacity::tokens(CAPACITY.max_tokens).slots(VERSIONS).rank(CAPACITY.max_rank);
     let weights = cpu::WeightTable::new(&model, DType::F32, cpu_capacity, 16 << 20)?;
     let [first, second] = ids.map(|id| cpu::LoraLinear::new(&weights, id));
     let on_cpu = OnCpu { layers: [first?, second?], weights };
-    let adapters = (0..VERSIONS).map(|version| adapter(&mut rng, [1, 4, 16, 7][usize::from(version) % 4]));
+    let adapters = (0..VERSIONS).map(|version| adapter(&mut rng, [1, 4, 16, 7][version % 4]));
     let adapters = adapters.collect::<Result<Vec<_>>>()?;
     for (version, adapter) in (0..).zip(&adapters) {
-        on_cpu.weights.load(Slot::new(version), &adapter.plan(&model, DType::F32)?)?;
+        on_cpu.weights.load(version, &adapter.plan(&model, DType::F32)?)?;
     }
 
     let mut stepper = Stepper::new(&engine)?;
@@ -257,7 +273,7 @@ fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
         let loader = scope.spawn(|| -> Result<()> {
             let mut staging = Staging::new(engine.weights.queue())?;
             for (version, adapter) in (0..).zip(&adapters) {
-                let name = NAMES[usize::from(version) % 3];
+                let name = NAMES[version % 3];
                 if version % 7 == 6 {
                     engine.unload(name)?;
                 }
@@ -287,8 +303,9 @@ fn requests_get_their_own_adapter_while_adapters_come_and_go() -> Result<()> {
     engine.unload("pirate")?;
     for answer in [stepper.decode(&engine, &late)?, stepper.prefill(&engine, &late)?] {
         for (adapter, valid) in late.adapters.iter().zip(&answer.valid) {
-            let is_gone = adapter.is_some_and(|(resident, _)| resident.slot() == replaced.slot())
-                || adapter.is_some_and(|(resident, _)| engine.weights.get(resident.slot()).is_none());
+            let index = adapter.and_then(|(slot, _)| slot.index());
+            let is_gone = index.is_some() && index == replaced.index()
+                || index.is_some_and(|index| engine.weights.get(index).is_none());
             assert_eq!(valid.is_err(), is_gone, "{adapter:?}");
         }
         compare(&late, &answer, &on_cpu)?;

@@ -23,7 +23,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
-        case::Subject,
+        case::{Subject, loaded_slots},
         compare::{Expected, Place, compare, expect_within},
         experts::{Act, Case, Lora, Module, Moe, Op, Sizes, WeightsOn, World, cases, launch_on_cpu},
         small::choose,
@@ -92,7 +92,7 @@ impl Subject<Moe> for Safe<'_> {
         let (model, capacity) = (&world.model, world.capacity(case.num_tokens()));
         let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
         let mut grouping = Grouping::new(queue, route_capacity(case)).unwrap();
         let [ids, rows] = [Some(&case.ids), case.rows.as_ref()].map(|values| values.map(|v| self.gpu.upload(v)));
@@ -202,8 +202,8 @@ impl Subject<Moe> for Raw<'_> {
         let tokens = case.num_tokens() + padded;
         let capacity = world.capacity(tokens);
         let route_capacity = RouteCapacity::tokens(tokens.max(1)).top_k(case.top_k).experts(case.shape.held.len());
-        let before = vec![Slot::new(0); if self.captured { tokens } else { 0 }];
-        let mut routed = PoisonedRouting::new(gpu, capacity, &Batch::new(&before));
+        let before = vec![0; if self.captured { tokens } else { 0 }];
+        let mut routed = PoisonedRouting::new(gpu, capacity, (&before, None));
         let batch = routed.routing.capture_batch(tokens).unwrap();
         let group_memory = gpu.upload(&vec![0_u8; raw::Grouping::device_bytes(route_capacity).unwrap()]);
         // SAFETY: the memory is zero, outlives the grouping and is used on one stream.
@@ -260,7 +260,7 @@ impl Subject<Moe> for Raw<'_> {
             ids.write(&chosen);
             target.write(&before);
             // SAFETY: as above.
-            unsafe { routed.routing.update(&world.batch(), stream) }.unwrap();
+            unsafe { routed.routing.update(&world.slots, world.scales.as_deref(), stream) }.unwrap();
         };
         if self.captured {
             let graph = gpu.capture(launch);
@@ -681,8 +681,8 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
         let end = world.adapters.len();
         world.adapters.reverse();
         for slot in &mut world.slots {
-            if let Some(index) = slot.index().filter(|&index| index < end) {
-                *slot = Slot::new((end - 1 - index) as u16);
+            if (0..end as i32).contains(slot) {
+                *slot = end as i32 - 1 - *slot;
             }
         }
         let got = subject.run(case, &world);
@@ -723,10 +723,9 @@ fn activations_are_those_of_the_reference() {
         let nothing = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, nothing).unwrap();
         let capacity = Capacity::tokens(tokens).slots(1).rank(1);
         let weights = WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 20).unwrap();
-        weights.load(Slot::new(0), &nothing.plan(&model, T::DTYPE).unwrap()).unwrap();
+        let slot = weights.load(0, &nothing.plan(&model, T::DTYPE).unwrap()).unwrap();
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let slots: Vec<Slot> =
-            (0..tokens).map(|token| if token % 2 == 0 { Slot::BASE } else { Slot::new(0) }).collect();
+        let slots: Vec<Slot> = (0..tokens).map(|token| if token % 2 == 0 { Slot::BASE } else { slot }).collect();
         let batch = routing.update(&Batch::new(&slots)).unwrap();
         let capacity_of_routes = RouteCapacity::tokens(tokens).top_k(1).experts(1);
         let mut grouping = Grouping::new(queue, capacity_of_routes).unwrap();
@@ -869,17 +868,18 @@ fn layers_of_one_model_have_each_its_own() {
         let config = config.replace("ALPHAS", &format!("{{{}}}", alphas.join(", ")));
         let adapter = Adapter::from_tensors(&config, tensors).unwrap();
         let image = adapter.plan(&model, T::DTYPE).unwrap();
-        weights.load(Slot::new(slot as u16), &image).unwrap();
-        on_cpu.load(Slot::new(slot as u16), &image).unwrap();
+        weights.load(slot, &image).unwrap();
+        on_cpu.load(slot, &image).unwrap();
     }
     let layers = ids.map(|id| LoraExperts::new(&weights, id).unwrap());
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut cpu_workspace = cpu::Workspace::default();
     let mut routing = Routing::new(queue, capacity, 1).unwrap();
     for tokens in [16, 200, 300] {
-        let slots: Vec<Slot> = (0..tokens).map(|_| bytemuck::cast(rng.random_range(-1..4_i32))).collect();
-        let host_batch = Batch::new(&slots);
-        let batch = routing.update(&host_batch).unwrap();
+        let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..4)).collect();
+        let cpu_slots = loaded_slots(&slots, |slot| on_cpu.get(slot));
+        let (slots, host_batch) = (loaded_slots(&slots, |slot| weights.get(slot)), Batch::new(&cpu_slots));
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
         for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
             let chosen: Vec<i32> = (0..4 * tokens).map(|_| rng.random_range(-1..=num_experts as i32)).collect();
             let ids_on_gpu = gpu.upload(&chosen);

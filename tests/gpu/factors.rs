@@ -1,7 +1,7 @@
 //! Factors in device memory, packed into a slot: the bytes that the host packs, and what is refused.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     adapter::{Adapter, Tensor, layout},
     cuda::{
         Buffer, Factors, LaunchError, Matrix, Queue, WeightTable,
@@ -146,12 +146,12 @@ fn all_types_of_a_table<T: Element + DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, dt
     let bytes = WeightTable::arena_bytes_for(&model, dtype, CAPACITY);
     let weights = WeightTable::new(&gpu.queue, &model, dtype, CAPACITY, bytes).unwrap();
     let (modules, adapter) = random::<T>(gpu, &model, &ids);
-    weights.load(Slot::new(0), &adapter.plan(&model, dtype).unwrap()).unwrap();
+    weights.load(0, &adapter.plan(&model, dtype).unwrap()).unwrap();
     for _ in 0..2 {
-        weights.load_factors(Slot::new(1), modules.iter().map(Module::factors)).unwrap();
+        weights.load_factors(1, modules.iter().map(Module::factors)).unwrap();
         slots_are_equal(gpu, &weights, &ids);
     }
-    let infos = [0, 1].map(|slot| weights.get(Slot::new(slot)).unwrap());
+    let infos = [0, 1].map(|slot| weights.get(slot).unwrap());
     assert_eq!((infos[0].bytes, infos[0].max_rank), (infos[1].bytes, infos[1].max_rank));
 }
 
@@ -189,14 +189,14 @@ fn factors_that_are_not_the_modules_are_refused_by_its_name() {
     let nan = gpu.stream.clone_htod(&values).unwrap();
     let of = |memory, rows, cols| Matrix::new(memory, rows, cols).unwrap();
     let q = |a, b| Factors { layer, slice: 0, scaling: 1.0, a, b };
-    let loaded = weights.load_factors(Slot::new(0), [q(of(&ones, 4, 16), of(&ones, 8, 4))]).unwrap();
+    let loaded = weights.load_factors(0, [q(of(&ones, 4, 16), of(&ones, 8, 4))]).unwrap();
     let before = row(&gpu, &weights, 0);
     assert_eq!((before[0].rank, before[1].rank), (4, 0));
 
     let (foreign, foreign_layer) = small(&gpu.queue);
     drop(foreign);
     let refused = |factors: Vec<Factors<'_, f32>>, module: &str, error: LaunchError| {
-        let refused = weights.load_factors(Slot::new(0), factors).unwrap_err();
+        let refused = weights.load_factors(0, factors).unwrap_err();
         assert!(matches!(&refused, LoadError::Factors { .. }), "{refused}");
         assert_eq!(refused.to_string(), format!("the factors of `{module}`: {error}"));
     };
@@ -233,9 +233,9 @@ fn factors_that_are_not_the_modules_are_refused_by_its_name() {
     assert_eq!(row(&gpu, &weights, 0), before);
     weights.check([loaded]).unwrap();
     let used = weights.usage().used;
-    weights.load_factors(Slot::new(0), [good()]).unwrap();
+    weights.load_factors(0, [good()]).unwrap();
     assert_eq!(weights.usage().used, used);
-    assert!(weights.load_factors(Slot::new(1), [good()]).is_err());
+    assert!(weights.load_factors(1, [good()]).is_err());
     assert!(weights.check([loaded]).is_err());
 }
 
@@ -249,11 +249,10 @@ fn factors_of_two_types_are_refused() {
     let a = MatrixRef::new::<bf16>(memory.address(), 4, 16);
     let b = MatrixRef::new::<f16>(memory.address(), 8, 4);
     // SAFETY: the memory is larger than both.
-    let error =
-        unsafe { weights.load_factors_raw(Slot::new(0), &[raw::Factors { layer, slice: 0, scaling: 1.0, a, b }]) };
+    let error = unsafe { weights.load_factors_raw(0, &[raw::Factors { layer, slice: 0, scaling: 1.0, a, b }]) };
     let error = error.unwrap_err().to_string();
     assert_eq!(error, "the factors of `attn.q`: `B` is f16, but must be bf16");
-    assert!(weights.get(Slot::new(0)).is_none());
+    assert!(weights.get(0).is_none());
 }
 
 /// The packing waits for what the queue has in front of it: here a copy of the factors, of which they are the first and the last.
@@ -269,7 +268,7 @@ fn factors_may_be_written_right_before() {
             Matrix::new(factors.slice(0..64), 4, 16).unwrap(),
             Matrix::new(factors.slice((64 << 20) - 32..64 << 20), 8, 4).unwrap(),
         );
-        weights.load_factors(Slot::new(0), [Factors { layer, slice: 0, scaling: 1.0, a, b }]).unwrap();
+        weights.load_factors(0, [Factors { layer, slice: 0, scaling: 1.0, a, b }]).unwrap();
         let b = row(&gpu, &weights, 0)[0].b;
         assert_eq!(read::<f16>(&gpu, b, 4), [f16::from_f32(value); 4]);
     }

@@ -2,7 +2,7 @@
 //! reference.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     adapter::Adapter,
     cpu,
     cuda::{
@@ -21,12 +21,14 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use crate::{
     common::{
         adapters::{Lora, parts, round},
+        case::loaded_slots,
         compare::{Expected, Place, expect_sum},
         slices::SliceBuffers,
         small::choose,
         values::Values,
     },
     device::Gpu,
+    setup::slots_of,
 };
 
 const SLOTS: usize = 3;
@@ -91,7 +93,7 @@ impl World {
         let model = self.model(rank);
         let weights = WeightTable::new(&gpu.queue, &model, T::DTYPE, self.capacity(tokens), ARENA_BYTES).unwrap();
         for (slot, adapter) in (0..).zip(&self.adapters) {
-            weights.load(Slot::new(slot), &adapter.plan(&model, T::DTYPE).unwrap()).unwrap();
+            weights.load(slot, &adapter.plan(&model, T::DTYPE).unwrap()).unwrap();
         }
         weights
     }
@@ -107,13 +109,13 @@ impl World {
 
 /// A batch, and the layer's input in the table's type.
 struct Tokens<T> {
-    slots: Vec<Slot>,
+    slots: Vec<i32>,
     x: Vec<T>,
 }
 
 impl<T: Element> Tokens<T> {
     fn new(world: &World, tokens: usize, mut value: impl FnMut() -> f32) -> Self {
-        let slots = [Slot::new(0), Slot::BASE, Slot::new(1), Slot::new(0), Slot::new(2), Slot::new(1)];
+        let slots = [0, -1, 1, 0, 2, 1];
         let x = (0..tokens * world.inputs).map(|_| T::from_f32(value())).collect();
         Self { slots: slots.into_iter().cycle().take(tokens).collect(), x }
     }
@@ -187,9 +189,10 @@ impl<T: Float> Rank<T> {
         }
     }
 
-    fn shrink(&mut self, slots: &[Slot]) -> Vec<f32> {
+    fn shrink(&mut self, slots: &[i32]) -> Vec<f32> {
         let Self { weights, layer, routing, workspace, x, sent, shape, .. } = self;
-        let batch = routing.update(&Batch::new(slots)).unwrap();
+        let slots = slots_of(weights, slots);
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
         let step = weights.step(&batch, workspace).unwrap();
         let [rows, cols] = shape.sent;
         let x = Matrix::new(&*x, shape.tokens, shape.inputs).unwrap();
@@ -197,11 +200,12 @@ impl<T: Float> Rank<T> {
         read(sent)
     }
 
-    fn expand(&mut self, slots: &[Slot], v: &[f32], y: &[T]) -> Vec<T> {
+    fn expand(&mut self, slots: &[i32], v: &[f32], y: &[T]) -> Vec<T> {
         let Self { weights, layer, routing, workspace, received, y: y_buffer, shape, slices, .. } = self;
         received.write(v).unwrap();
         y_buffer.write(y).unwrap();
-        let batch = routing.update(&Batch::new(slots)).unwrap();
+        let slots = slots_of(weights, slots);
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
         let step = weights.step(&batch, workspace).unwrap();
         let [rows, cols] = shape.received;
         let v = Matrix::new(&*received, rows, cols).unwrap();
@@ -252,7 +256,7 @@ fn on_cpu<T: Element>(world: &World, batch: &Tokens<T>, y: &[Vec<T>]) -> (Vec<Ve
         let model = world.model(rank);
         let weights = cpu::WeightTable::new(&model, T::DTYPE, world.capacity(tokens), ARENA_BYTES).unwrap();
         for (slot, adapter) in (0..).zip(&world.adapters) {
-            weights.load(Slot::new(slot), &adapter.plan(&model, T::DTYPE).unwrap()).unwrap();
+            weights.load(slot, &adapter.plan(&model, T::DTYPE).unwrap()).unwrap();
         }
         weights
     });
@@ -262,7 +266,8 @@ fn on_cpu<T: Element>(world: &World, batch: &Tokens<T>, y: &[Vec<T>]) -> (Vec<Ve
         let site = &weights.model()[world.id];
         let [rows, cols] = site.exchange().unwrap().sent(tokens, world.max_rank);
         let (x, mut v) = (batch.x_of(site, world.inputs), vec![f32::NAN; rows * cols]);
-        let step = weights.step(&Batch::new(&batch.slots), &mut workspace).unwrap();
+        let slots = loaded_slots(&batch.slots, |slot| weights.get(slot));
+        let step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
         let x = cpu::Matrix::new(&x, tokens, site.in_features()).unwrap();
         let layer = cpu::FullyShardedLinear::new(weights, world.id).unwrap();
         layer.shrink(&step, x, cpu::MatrixMut::new(&mut v, rows, cols).unwrap()).unwrap();
@@ -273,7 +278,8 @@ fn on_cpu<T: Element>(world: &World, batch: &Tokens<T>, y: &[Vec<T>]) -> (Vec<Ve
         let site = &weights.model()[world.id];
         let [rows, cols] = site.exchange().unwrap().received(tokens, world.max_rank);
         let mut y = y.clone();
-        let step = weights.step(&Batch::new(&batch.slots), &mut workspace).unwrap();
+        let slots = loaded_slots(&batch.slots, |slot| weights.get(slot));
+        let step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
         let v = cpu::Matrix::new(&v, rows, cols).unwrap();
         let layer = cpu::FullyShardedLinear::new(weights, world.id).unwrap();
         layer.expand(&step, v, cpu::MatrixMut::new(&mut y, tokens, site.out_features()).unwrap()).unwrap();
@@ -375,8 +381,8 @@ fn random<T: Float>() {
         for (token, (slot, x)) in batch.slots.iter().zip(batch.x.chunks(world.inputs)).enumerate() {
             let x: Vec<f64> = x.iter().map(|x| f64::from(x.to_f32())).collect();
             for i in 0..outputs.len() {
-                let adapted = slot
-                    .index()
+                let adapted = usize::try_from(*slot)
+                    .ok()
                     .and_then(|slot| factors.get(slot)?.iter().find(|(path, ..)| *path == format!("layer.m{i}")));
                 let delta =
                     adapted.map(|(_, a, b, rank)| reference::linear(&x, Factors { a, b, rank: *rank, scaling: 2.0 }));
@@ -460,7 +466,8 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
                 layer.expand(step, v, MatrixMut::new(&mut *y, tokens, shape.outputs)?)
             })
             .unwrap();
-        let update = routing.update(&Batch::new(&batch.slots)).unwrap();
+        let slots = slots_of(weights, &batch.slots);
+        let update = routing.update(&Batch::new(&slots)).unwrap();
         graph.replay(&mut weights.step(&update, workspace).unwrap()).unwrap();
         assert_eq!(bits(&read(sent)), bits(&parts[1]));
         assert_eq!(bits(&read(y)), bits(&added[1]));
@@ -477,7 +484,8 @@ fn other_operations_and_operands_are_refused() {
     let mut rank = Rank::new(&gpu, &world, 0, &batch);
     assert_eq!(LoraLinear::new(&rank.weights, world.id).unwrap_err(), PlanError::FullySharded);
     let Rank { weights, layer, routing, workspace, x, sent, y, .. } = &mut rank;
-    let update = routing.update(&Batch::new(&batch.slots)).unwrap();
+    let slots = slots_of(weights, &batch.slots);
+    let update = routing.update(&Batch::new(&slots)).unwrap();
     let step = weights.step(&update, workspace).unwrap();
     let shape = |error: LaunchError| {
         let LaunchError::Operand(OperandError::Shape { operand, rows, cols, want_rows, want_cols }) = error else {

@@ -23,7 +23,7 @@ use proptest::prelude::*;
 
 use crate::{
     common::{
-        case::Subject,
+        case::{Subject, loaded_slots},
         compare::{Expected, Place, compare},
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
@@ -73,7 +73,7 @@ impl Subject<Fused> for Safe<'_> {
         let capacity = world.capacity(case.num_tokens());
         let weights = WeightTable::new(queue, &world.model, T::DTYPE, capacity, 1 << 26).unwrap();
         for (slot, adapter) in world.adapters.iter().enumerate() {
-            weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, T::DTYPE).unwrap()).unwrap();
+            weights.load(slot, &adapter.plan(&world.model, T::DTYPE).unwrap()).unwrap();
         }
         let base = case.base::<T>(case.values);
         let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
@@ -85,7 +85,7 @@ impl Subject<Fused> for Safe<'_> {
             None => layer,
         };
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
         let x = gpu.upload(&world.x);
         let x_view: CudaView<'_, T> = x.view();
@@ -116,7 +116,7 @@ impl Subject<Fused> for Raw<'_> {
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, routed, 1, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&world.batch(), stream) }.unwrap();
+        unsafe { routing.update(&world.slots, world.scales.as_deref(), stream) }.unwrap();
         let batch = routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
         let table = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
@@ -294,7 +294,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         }
         let reversed = eager.run(case, &reversed);
         let mut base = case.world::<T>();
-        base.slots.fill(Slot::BASE);
+        base.slots.fill(-1);
         let base = eager.run(case, &base);
         for token in 0..case.num_tokens() {
             let (at, last) = (row(case.y(), token), row(case.y(), case.num_tokens() - 1 - token));
@@ -313,7 +313,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         }
         let mut alone = case.world::<T>();
         for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
-            alone.slots.fill(Slot::BASE);
+            alone.slots.fill(-1);
             alone.slots[token] = world.slots[token];
             let (at, alone) = (row(case.y(), token), eager.run(case, &alone));
             prop_assert!(
@@ -399,7 +399,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             let capacity = world.capacity(tokens);
             let weights = WeightTable::new(&gpu.queue, &model, DType::BF16, capacity, 1 << 24).unwrap();
             for (slot, adapter) in world.adapters.iter().enumerate() {
-                weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+                weights.load(slot, &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
             }
             let (site, columns) = (&model[id], model[id].in_range());
             let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
@@ -410,7 +410,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
             });
             let layer = FusedLinear::new(&weights, id, slices).unwrap();
             let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
-            let slots = world.known_slots();
+            let slots = world.loaded_slots(|slot| weights.get(slot));
             let batch = routing.update(&world.batch_of(&slots)).unwrap();
             let outs = site.out_features();
             let (x, mut y) = (gpu.upload(&world.x), gpu.upload(&vec![bf16::NAN; tokens * outs]));
@@ -494,7 +494,8 @@ fn a_replay_sees_what_changed() {
             padded[..live * IN].copy_from_slice(&world.x[..live * IN]);
             x.write(&padded);
             y.write(&vec![T::from_f32(7.0); tokens * out]);
-            routing.update(&Batch::new(&world.slots)).unwrap();
+            let slots = world.loaded_slots(|slot| weights.get(slot));
+            routing.update(&Batch::new(&slots)).unwrap();
             graph.replay();
             let (mut got, mut expected) = (y.read::<T>(), world.expected(case));
             let behind = got.split_off(live * out);
@@ -586,7 +587,7 @@ fn the_raw_door_refuses_by_name() {
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
     // SAFETY: the stream is alive and not capturing.
-    unsafe { routing.update(&Batch::new(&[Slot::BASE; 70]), gpu.raw_stream()) }.unwrap();
+    unsafe { routing.update(&[-1; 70], None, gpu.raw_stream()) }.unwrap();
     let (x, y) = (gpu.upload(&[bf16::ONE; 70 * (IN + 8)]), gpu.upload(&[bf16::ONE; 70 * OUTS]));
     let bytes = layer.plan().workspace_bytes_for(MAX_FORWARD_TOKENS);
     let workspace = Workspace::with_bytes(&gpu.queue, bytes).unwrap().raw();
@@ -1028,7 +1029,7 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     let [routed, planned] = call.max_tokens.map(|tokens| Capacity::tokens(tokens).slots(4).rank(9));
     let weights = WeightTable::new(queue, &world.model, DType::BF16, planned, 1 << 20)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, DType::BF16).unwrap())?;
+        weights.load(slot, &adapter.plan(&world.model, DType::BF16).unwrap())?;
     }
     let values = |[first, len, ..]: [usize; 5]| gpu.upload(&vec![bf16::ONE; first + len]);
     let (w, x, mut y) = (call.w.map(values), values(call.x), values(call.y));
@@ -1045,7 +1046,7 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
         None => layer,
     };
     let mut routing = Routing::new(queue, routed, 1)?;
-    let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+    let slots = loaded_slots(&call.slots, |slot| weights.get(slot));
     let batch = routing.update(&Batch::new(&slots))?;
     let mut workspace = Workspace::with_bytes(queue, mailbox(call.mailbox_bytes))?;
     let mut step = weights.step(&batch, &mut workspace)?;
@@ -1095,7 +1096,7 @@ fn a_workspace_remembers_nothing() {
         let weights = WeightTable::new(queue, &world.model, DType::BF16, capacity, 1 << 22).unwrap();
         for (slot, adapter) in world.adapters.iter().enumerate() {
             let image = adapter.plan(&world.model, DType::BF16).unwrap();
-            weights.load(Slot::new(slot as u16), &image).unwrap();
+            weights.load(slot, &image).unwrap();
         }
         weights
     });
@@ -1143,7 +1144,7 @@ fn a_workspace_remembers_nothing() {
                         own.last_mut().unwrap()
                     }
                 };
-                let slots: Vec<Slot> = worlds[layer].slots[..tokens].to_vec();
+                let slots = loaded_slots(&worlds[layer].slots[..tokens], |slot| tables[layer].get(slot));
                 let enqueue = |step: &mut Step<'_>| record(layer, fuses, step, &mut y[number]);
                 if captured {
                     if round == 0 {
@@ -1191,7 +1192,7 @@ impl Launches {
         // SAFETY: the memory is kept with the routing, and used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
-        let batch = unsafe { routing.update(&world.batch(), stream) }.unwrap();
+        let batch = unsafe { routing.update(&world.slots, world.scales.as_deref(), stream) }.unwrap();
         let base = case.base::<bf16>(case.values);
         let mut memory: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
         let slices: Vec<_> =

@@ -1,7 +1,7 @@
 //! A captured step follows its memory: adapters, ranks, slots and routing change between replays.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
@@ -18,6 +18,7 @@ use crate::{
         values::Dtype,
     },
     device::{Gpu, load_slots},
+    setup::slots_of,
 };
 
 const FEATURES: usize = 64;
@@ -61,7 +62,7 @@ fn a_replay_sees_what_changed() {
 
     // Slots hold adapters of `rank` and `value`; each step changes some of them and routes another batch.
     let mut held: [Option<(usize, f32)>; 3] = [None; 3];
-    type Step<'a> = (&'a [(u16, Option<(usize, f32)>)], &'a [i32]);
+    type Step<'a> = (&'a [(usize, Option<(usize, f32)>)], &'a [i32]);
     let steps: [Step<'_>; 6] = [
         (&[], &[0, 1, 2, -1]),
         (&[(0, Some((4, 1.0))), (2, Some((32, 0.5)))], &[0, 1, 2, -1, 2, 0, -1]),
@@ -72,22 +73,23 @@ fn a_replay_sees_what_changed() {
     ];
     for (step, (changes, slots)) in steps.into_iter().enumerate() {
         for &(slot, change) in changes {
-            held[usize::from(slot)] = change;
+            held[slot] = change;
             match change {
                 Some((rank, value)) => {
                     let adapter = adapter(rank, value);
-                    weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+                    weights.load(slot, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
                 }
-                None => weights.unload(Slot::new(slot)).unwrap(),
+                None => weights.unload(slot).unwrap(),
             }
         }
         y.iter_mut().for_each(|y| y.write(&vec![100.0_f32; tokens * FEATURES]));
-        let slots: Vec<Slot> = slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
-        routing.update(&Batch::new(&slots)).unwrap();
+        let loaded = slots_of(&weights, slots);
+        routing.update(&Batch::new(&loaded)).unwrap();
         graph.replay();
         let results = [y[0].read::<f32>(), y[1].read::<f32>()];
         for token in 0..tokens {
-            let held = slots.get(token).and_then(|slot| slot.index()).and_then(|slot| *held.get(slot)?);
+            let held =
+                slots.get(token).and_then(|&slot| usize::try_from(slot).ok()).and_then(|slot| *held.get(slot)?);
             let delta = held.map_or(0.0, |(rank, value)| rank as f32 * value);
             let expected = [100.0 + delta * FEATURES as f32, 100.0 + delta];
             for (result, expected) in results.iter().zip(expected) {
@@ -147,7 +149,8 @@ fn a_replay_of_16_bits_sees_what_changed() {
             };
             x.write(&padded(&world.x, inputs));
             y.write(&padded(&world.y, out));
-            routing.update(&Batch::new(&world.slots)).unwrap();
+            let slots = world.loaded_slots(|slot| weights.get(slot));
+            routing.update(&Batch::new(&slots)).unwrap();
             graph.replay();
             let (got, mut expected) = (y.read::<T>(), world.expected(case));
             expected.truncate(case.num_tokens() * out);
@@ -177,7 +180,7 @@ fn routing_on_the_device_is_captured() {
     let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 20).unwrap();
     for (slot, value) in [(0, 1.0), (1, 2.0)] {
         let adapter = adapter(1, value);
-        weights.load(Slot::new(slot), &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+        weights.load(slot, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
     }
     let linear = LoraLinear::for_model(kernels, &model, id, DType::F32, capacity).unwrap();
     let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();

@@ -5,14 +5,15 @@ use std::{
     cell::Cell,
 };
 
-use aril::{DType, Slot, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch};
+use aril::{DType, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch};
 use cudarc::driver::result;
 
 use crate::{
-    common::{case::Subject, dense::Case, small::choose, values::Values},
+    common::{adapters::Lora, case::Subject, dense::Case, small::choose, values::Values},
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
     operations::{Raw, Safe},
+    setup::{load, load_experts},
 };
 
 /// Counts this thread's allocations.
@@ -70,7 +71,8 @@ fn a_launch_allocates_nothing_on_the_host() {
     let embedding = LoraEmbedding::new(&weights, embedding_id).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let (x, mut y, ids) = (gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1.0_f32; 2048]), gpu.upload(&[1_i32; 32]));
-    let (slots, scales) = ([Slot::new(1); 32], [2.0; 32]);
+    let slot = load(&weights, 1, &[Lora::linear("m.q", 64, 64, 8), Lora::embedding("embed", 10, 64, 8)]);
+    let (slots, scales) = ([slot; 32], [2.0; 32]);
     let mut step = || {
         let batch = Batch::new(&slots).with_scales(&scales).unwrap();
         let batch = routing.update(&batch).unwrap();
@@ -97,12 +99,12 @@ fn a_launch_on_experts_allocates_nothing_on_the_host() {
     let gpu = Gpu::new();
     let queue = &gpu.queue;
     let mut spec = ModelSpec::new();
-    let id = spec.experts(Experts::new("m", 4, 64, 32).top_k(2)).unwrap();
+    let id = spec.experts(Experts::new("m", 2, 64, 32).top_k(2)).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let capacity = Capacity::tokens(TOKENS).slots(4).rank(16);
     let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 16).unwrap();
     let mut routing = Routing::new(queue, capacity, 64).unwrap();
-    let routes = RouteCapacity::tokens(TOKENS).top_k(2).experts(4);
+    let routes = RouteCapacity::tokens(TOKENS).top_k(2).experts(2);
     let mut grouping = Grouping::new(queue, routes).unwrap();
     let layer = LoraExperts::new(&weights, id).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
@@ -111,7 +113,8 @@ fn a_launch_on_experts_allocates_nothing_on_the_host() {
     let all_rows: Vec<i32> = (0..2 * TOKENS as i32).collect();
     let (ids, router) = (gpu.upload(&vec![1_i32; 2 * TOKENS]), gpu.upload(&vec![0.5_f32; 2 * TOKENS]));
     let rows = gpu.upload(&all_rows);
-    let (slots, scales) = ([Slot::new(1); TOKENS], [2.0; TOKENS]);
+    let slot = load_experts(&weights, 1, "m", [64, 32]);
+    let (slots, scales) = ([slot; TOKENS], [2.0; TOKENS]);
     for tokens in [32, 512, TOKENS] {
         let mut step = || {
             let batch = Batch::new(&slots[..tokens]).with_scales(&scales[..tokens]).unwrap();
@@ -164,7 +167,7 @@ fn another_context_is_refused() {
         let stream = gpu.raw_stream();
         let refused = scope.spawn(move || {
             // SAFETY: the stream is alive and not capturing.
-            let error = unsafe { routing.update(&Batch::new(&[Slot::BASE]), stream) }.unwrap_err();
+            let error = unsafe { routing.update(&[-1], None, stream) }.unwrap_err();
             assert!(matches!(error, LaunchError::WrongContext { operand: "the thread" }), "{error}");
             assert!(matches!(Kernels::load(), Err(LaunchError::WrongContext { .. })));
         });

@@ -30,8 +30,8 @@ const ADAPTER_BYTES: usize = LAYERS * 2 * 64 * FEATURES * size_of::<f32>();
 /// Enough for one adapter and for the staged rows of descriptors, but not for two adapters.
 const ARENA_BYTES: usize = ADAPTER_BYTES * 3 / 2;
 
-fn slots(index: u16) -> [Slot; TOKENS] {
-    [Slot::new(index); TOKENS]
+fn slots(number: i32) -> [i32; TOKENS] {
+    [number; TOKENS]
 }
 
 /// Another thread keeps loading into one slot, with other ranks and values in turn. Each step sees one whole adapter, never an older
@@ -49,7 +49,7 @@ fn a_step_sees_whole_adapters_while_others_load() {
         let loader = threads.spawn(|| {
             for number in 1..=LOADS {
                 let adapter = setup::adapter(LAYERS, FEATURES, [64, 2, 16][number % 3], number as f32);
-                weights.load(Slot::new(0), &adapter.plan(weights.model(), DType::F32).unwrap()).unwrap();
+                weights.load(0, &adapter.plan(weights.model(), DType::F32).unwrap()).unwrap();
                 loaded.store(number, Ordering::Release);
             }
         });
@@ -57,7 +57,7 @@ fn a_step_sees_whole_adapters_while_others_load() {
         loop {
             let (is_last, before) = (loader.is_finished(), loaded.load(Ordering::Acquire));
             let mut both = slots(0);
-            both[TOKENS / 2..].fill(Slot::new(1));
+            both[TOKENS / 2..].fill(1);
             let added = setup.replay(&mut graph, &both);
             let first = added[0];
             assert_eq!(added[..TOKENS / 2], [first; TOKENS / 2]);
@@ -93,18 +93,18 @@ fn room_is_not_overwritten_before_what_reads_it_has_run() {
         setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
         let spun = spin.run(300);
         setup.enqueue_on_y(&slots(0));
-        setup.weights.unload(Slot::new(0)).unwrap();
+        setup.weights.unload(0).unwrap();
         let filled = setup.weights.reserve(&small).unwrap().fill(&small, &mut staging).unwrap();
         // Long enough for copies that wait for nothing.
         thread::sleep(Duration::from_millis(30));
         assert!(!spun.is_complete(), "the test takes longer than the queue was kept busy for");
         assert!(!filled.is_ready(), "the room was written while steps of the old adapter were pending");
-        setup.weights.commit(Slot::new(1), filled).unwrap();
+        setup.weights.commit(1, filled).unwrap();
         assert!(!spun.is_complete(), "the commit waited for the queue");
         assert_eq!(setup.added(), [old; TOKENS], "round {round}");
         assert_eq!(setup.step(&slots(1)), [5.0; TOKENS]);
         assert_eq!(setup.step(&slots(0)), [0.0; TOKENS]);
-        setup.weights.unload(Slot::new(1)).unwrap();
+        setup.weights.unload(1).unwrap();
     }
 }
 
@@ -124,7 +124,7 @@ fn replaced_adapters_are_read_to_the_end() {
     for image in [&first, &second] {
         let reservation = setup.weights.reserve(image).unwrap();
         assert!(!spun.is_complete(), "the test takes longer than the queue was kept busy for");
-        setup.weights.commit(Slot::new(0), reservation.fill(image, &mut staging).unwrap()).unwrap();
+        setup.weights.commit(0, reservation.fill(image, &mut staging).unwrap()).unwrap();
     }
     assert_eq!(setup.added(), [3.0; TOKENS]);
     assert_eq!(setup.step(&slots(0)), [17.0; TOKENS]);
@@ -162,9 +162,9 @@ fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
         setup.y.write(&vec![0.0; setup.y.len()]).unwrap();
         spin.run(100);
         setup.enqueue_on_y(&slots(0));
-        setup.weights.unload(Slot::new(0)).unwrap();
+        setup.weights.unload(0).unwrap();
         let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
-        setup.weights.commit(Slot::new(1), filled).unwrap();
+        setup.weights.commit(1, filled).unwrap();
         assert_eq!(setup.added(), [7.0; TOKENS], "round {round}: the adapter of before");
         setup.enqueue(&slots(1));
         let mut y = vec![f32::NAN; setup.y.len()];
@@ -173,7 +173,7 @@ fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
             let wrong = outputs.iter().position(|&output| output != number(layer, round));
             assert!(wrong.is_none(), "round {round}, layer {layer}: {wrong:?} has {:?}", wrong.map(|at| outputs[at]));
         }
-        setup.weights.unload(Slot::new(1)).unwrap();
+        setup.weights.unload(1).unwrap();
     }
 }
 
@@ -211,7 +211,7 @@ fn dropped_reservations_give_their_room_back() {
         setup.enqueue_on_y(&slots(0));
         assert!(matches!(setup.weights.reserve(&large), Err(LoadError::Full { bytes: ADAPTER_BYTES, .. })), "{what}");
         assert_eq!(setup.weights.usage(), used, "{what}: what was refused took room");
-        setup.weights.unload(Slot::new(0)).unwrap();
+        setup.weights.unload(0).unwrap();
         let free = setup.weights.usage();
         assert_eq!(free.used, 0, "{what}");
         let reservation = setup.weights.reserve(if stage == Stage::Pending { &small } else { &broken }).unwrap();
@@ -242,10 +242,10 @@ fn dropped_reservations_give_their_room_back() {
         let adapter = setup.adapter(64, next);
         let image = adapter.plan(setup.model(), DType::F32).unwrap();
         let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut other).unwrap();
-        setup.weights.commit(Slot::new(2), filled).unwrap();
+        setup.weights.commit(2, filled).unwrap();
         assert_eq!(setup.added(), [7.0; TOKENS], "{what}: the adapter of before");
         assert_eq!(setup.step(&slots(2)), [next; TOKENS], "{what}: the adapter of after");
-        setup.weights.unload(Slot::new(2)).unwrap();
+        setup.weights.unload(2).unwrap();
     }
 }
 
@@ -262,7 +262,7 @@ fn a_table_may_be_dropped_while_it_is_filled() {
         let adapter = setup.adapter(16, 2.0);
         let image = adapter.plan(setup.model(), DType::F32).unwrap();
         spin.run(20);
-        setup.weights.unload(Slot::new(0)).unwrap();
+        setup.weights.unload(0).unwrap();
         let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
         let Setup { gpu, weights, .. } = setup;
         drop((filled, weights));
@@ -345,14 +345,12 @@ fn a_loader_thread_does_not_delay_a_decode_graph() {
     let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 30).unwrap();
     let [served, loaded] = [16, 24].map(qwen3_8b_adapter);
     let [served, loaded] = [&served, &loaded].map(|adapter| adapter.plan(&model, DType::BF16).unwrap());
-    for slot in 0..4 {
-        weights.load(Slot::new(slot), &served).unwrap();
-    }
+    let served = [0, 1, 2, 3].map(|slot| weights.load(slot, &served).unwrap());
+    let slots: Vec<Slot> = served.into_iter().cycle().take(ROWS).collect();
     let mut routing = Routing::new(queue, capacity, 1).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let layers: Vec<_> = ids.iter().map(|&(id, ..)| LoraLinear::new(&weights, id).unwrap()).collect();
     let [x, mut y] = [12288, 2 * 12288].map(|features| Buffer::<bf16>::zeros(queue, ROWS * features).unwrap());
-    let slots: Vec<Slot> = (0..ROWS).map(|token| Slot::new((token % 4) as u16)).collect();
     let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
         for (layer, &(_, input, output)) in layers.iter().zip(&ids) {
             let x = Matrix::new(x.slice(0..ROWS * input), ROWS, input)?;
@@ -372,7 +370,7 @@ fn a_loader_thread_does_not_delay_a_decode_graph() {
         let beside = thread::scope(|threads| {
             let loader = threads.spawn(|| {
                 while !is_done.load(Ordering::Relaxed) {
-                    weights.load(Slot::new(5), &loaded).unwrap();
+                    weights.load(5, &loaded).unwrap();
                     loads.fetch_add(1, Ordering::Relaxed);
                 }
             });

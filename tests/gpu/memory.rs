@@ -11,7 +11,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     cuda::{AdapterPool, Buffer, LaunchError, Matrix, MatrixMut, PinnedBuffer, Staging, View},
     error::{LoadError, OperandError},
     plan::Capacity,
@@ -30,8 +30,8 @@ const FEATURES: usize = 1024;
 const LAYERS: usize = 24;
 const ADAPTER_BYTES: usize = LAYERS * 2 * 64 * FEATURES * size_of::<f32>();
 
-fn slots(index: u16) -> [Slot; TOKENS] {
-    [Slot::new(index); TOKENS]
+fn slots(number: i32) -> [i32; TOKENS] {
+    [number; TOKENS]
 }
 
 /// A panic of the user's `progress` while copies are on their way, with the queue behind or not. The room is free, another staging gets
@@ -49,7 +49,7 @@ fn a_panic_in_progress_frees_no_room_under_a_copy() {
         setup.load(0, 64, 3.0).unwrap();
         let spun = spin.run(if round % 4 == 0 { 20 } else { 0 });
         setup.enqueue_on_y(&slots(0));
-        setup.weights.unload(Slot::new(0)).unwrap();
+        setup.weights.unload(0).unwrap();
         let before = setup.weights.usage();
         let reservation = setup.weights.reserve(&broken).unwrap();
         let panicked = catch_unwind(AssertUnwindSafe(|| {
@@ -62,10 +62,10 @@ fn a_panic_in_progress_frees_no_room_under_a_copy() {
         let adapter = setup.adapter(64, value);
         let image = adapter.plan(setup.model(), DType::F32).unwrap();
         let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut other).unwrap();
-        setup.weights.commit(Slot::new(1), filled).unwrap();
+        setup.weights.commit(1, filled).unwrap();
         assert_eq!(setup.step(&slots(1)), [value; TOKENS], "round {round}");
         assert!(spun.is_complete());
-        setup.weights.unload(Slot::new(1)).unwrap();
+        setup.weights.unload(1).unwrap();
     }
 }
 
@@ -82,11 +82,11 @@ fn loads_on_rayons_threads_do_not_wait_for_each_other() {
         pool.install(|| {
             adapters.par_iter().enumerate().with_max_len(1).for_each(|(load, adapter)| {
                 let image = adapter.plan(weights.model(), DType::F32).unwrap();
-                weights.load(Slot::new((load % setup::SLOTS) as u16), &image).unwrap();
+                weights.load(load % setup::SLOTS, &image).unwrap();
             });
         });
         for slot in 0..setup::SLOTS {
-            let added = setup.step(&slots(slot as u16))[0];
+            let added = setup.step(&slots(slot as i32))[0];
             assert_eq!((added as usize) % setup::SLOTS, slot, "{threads} threads: {added} in slot {slot}");
         }
     }
@@ -101,8 +101,8 @@ fn progress_may_load() {
     let [outer, inner] = [&outer, &inner].map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
     let (weights, mut pieces) = (setup.weights.clone(), 0);
     weights
-        .load_with_progress(Slot::new(0), &outer, |_| {
-            weights.load(Slot::new(1), &inner).unwrap();
+        .load_with_progress(0, &outer, |_| {
+            weights.load(1, &inner).unwrap();
             pieces += 1;
         })
         .unwrap();
@@ -192,7 +192,7 @@ fn a_host_tier_has_any_size() {
 fn what_other_threads_enqueue_is_in_no_graph() {
     const CAPTURES: usize = 300;
     let mut setup = Setup::new(2, 64, 1 << 22);
-    setup.load(1, 8, 9.0).unwrap();
+    let slot = setup.load(1, 8, 9.0).unwrap();
     let (weights, queue, capacity) = (setup.weights.clone(), setup.gpu.queue.clone(), setup.weights.capacity());
     let (is_done, loads, updates) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let adapters: Vec<_> = (0..8).map(|value| setup.adapter(8, value as f32)).collect();
@@ -202,7 +202,7 @@ fn what_other_threads_enqueue_is_in_no_graph() {
             while !is_done.load(Ordering::Relaxed) {
                 for adapter in &adapters {
                     let image = adapter.plan(weights.model(), DType::F32).unwrap();
-                    match weights.load(Slot::new(0), &image) {
+                    match weights.load(0, &image) {
                         Ok(_) => _ = loads.fetch_add(1, Ordering::Relaxed),
                         Err(LoadError::Device(LaunchError::Capturing)) => (),
                         Err(error) => panic!("{error}"),
@@ -217,7 +217,7 @@ fn what_other_threads_enqueue_is_in_no_graph() {
                     routing = aril::cuda::Routing::new(&queue, capacity, 4);
                     continue;
                 };
-                match routing.update(&Batch::new(&slots(1))) {
+                match routing.update(&Batch::new(&[slot; TOKENS])) {
                     Ok(_) => _ = updates.fetch_add(1, Ordering::Relaxed),
                     Err(LaunchError::Capturing | LaunchError::Busy { .. }) => (),
                     Err(error) => panic!("{error}"),
@@ -246,7 +246,7 @@ fn what_other_threads_enqueue_is_in_no_graph() {
 fn a_buffer_is_split_and_shared() {
     const SMALL: usize = 64;
     let mut setup = Setup::new(1, SMALL, 1 << 20);
-    setup.load(0, 8, 2.0).unwrap();
+    let slot = setup.load(0, 8, 2.0).unwrap();
     let (queue, rows) = (setup.gpu.queue.clone(), TOKENS * SMALL);
     let mut both = Buffer::<f32>::zeros(&queue, 2 * rows).unwrap();
     both.write(&vec![1.0; rows]).unwrap();
@@ -254,7 +254,7 @@ fn a_buffer_is_split_and_shared() {
     let input: View<'static, f32> = Arc::clone(&shared).into();
     assert!(Arc::get_mut(&mut shared).is_none(), "a shared buffer can be written to");
     {
-        let batch = setup.routing.update(&Batch::new(&slots(0))).unwrap();
+        let batch = setup.routing.update(&Batch::new(&[slot; TOKENS])).unwrap();
         let mut step = setup.weights.step(&batch, &mut setup.workspace).unwrap();
         let (x, mut y) = both.split_at_mut(rows);
         for _ in 0..3 {

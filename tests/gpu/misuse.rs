@@ -105,8 +105,8 @@ const MISTAKES: &[Mistake] = &[
         what: "a graph is smaller than the batch",
         error: "the batch's tokens for this graph must be at most 1, not 2",
         make: |world| {
-            let mut graph = capture(world, 1)?;
-            let batch = world.routing.update(&Batch::new(&[Slot::new(0); 2]))?;
+            let (mut graph, slot) = (capture(world, 1)?, world.slot());
+            let batch = world.routing.update(&Batch::new(&[slot; 2]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
     },
@@ -115,9 +115,9 @@ const MISTAKES: &[Mistake] = &[
         what: "another routing than the captured one was updated",
         error: "the graph was captured with another routing than the step's",
         make: |world| {
-            let mut graph = capture(world, 1)?;
+            let (mut graph, slot) = (capture(world, 1)?, world.slot());
             let mut other = world.backend.routing(0, capacity());
-            let batch = other.update(&Batch::new(&[Slot::new(0)]))?;
+            let batch = other.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
     },
@@ -128,7 +128,8 @@ const MISTAKES: &[Mistake] = &[
         make: |world| {
             let mut graph = capture(world, 1)?;
             let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16);
-            let batch = world.routing.update(&Batch::new(&[Slot::new(0)]))?;
+            let slot = world.load(&other, 0, 5.0)?;
+            let batch = world.routing.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut other.step(&batch, &mut world.workspace)?)?)
         },
     },
@@ -137,6 +138,7 @@ const MISTAKES: &[Mistake] = &[
         what: "a graph without adapters is replayed for a batch with one",
         error: "the graph was captured without adapters, and the batch has one",
         make: |world| {
+            let slot = world.slot();
             let (x, y) = (&world.x, &mut world.y);
             let mut graph = world.weights.capture_without_adapters::<LaunchError>(
                 &world.routing,
@@ -144,7 +146,7 @@ const MISTAKES: &[Mistake] = &[
                 &mut world.workspace,
                 |step| step.copy(x.slice(0..1), y.slice_mut(0..1)),
             )?;
-            let batch = world.routing.update(&Batch::new(&[Slot::new(0)]))?;
+            let batch = world.routing.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
     },
@@ -164,12 +166,13 @@ const MISTAKES: &[Mistake] = &[
         what: "an operation is called during a capture, and not on its step",
         error: "the captured step enqueued no work",
         make: |world| {
+            let slot = world.slot();
             let (layer, mut routing) =
                 (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity()));
             let mut workspace = world.backend.workspace(0, &world.weights);
             let (x, mut y) = (world.backend.elements(0, &[1.0; FEATURES]), world.backend.elements(0, &[0.0; FEATURES]));
             capturing(world, |weights, _| {
-                let batch = routing.update(&Batch::new(&[Slot::new(0)]))?;
+                let batch = routing.update(&Batch::new(&[slot]))?;
                 let mut step = weights.step(&batch, &mut workspace)?;
                 let (x, y) = (Matrix::<f32>::new(&x, 1, FEATURES)?, MatrixMut::<f32>::new(&mut y, 1, FEATURES)?);
                 Ok(layer.add_delta(&mut step, x, y)?)

@@ -1,12 +1,11 @@
 //! The kernels against the reference, through the safe and the raw API.
 
 use aril::{
-    DType, Element, IntoSlices as _, Slices, Slot,
+    DType, Element, IntoSlices as _, Slices,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw},
     model::Model,
     plan::Capacity,
-    routing::Batch,
 };
 use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
@@ -61,7 +60,7 @@ impl Safe<'_> {
         let capacity = world.capacity(tokens);
         let weights = table(queue, model, T::DTYPE, capacity, &world.adapters);
         let mut routing = Routing::new(queue, capacity, 1).unwrap();
-        let slots = world.known_slots();
+        let slots = world.loaded_slots(|slot| weights.get(slot));
         let batch = routing.update(&world.batch_of(&slots)).unwrap();
 
         let (x, ids) = (self.gpu.upload(&world.x), self.gpu.upload(&case.token_ids()));
@@ -146,12 +145,13 @@ pub struct PoisonedRouting {
 }
 
 impl PoisonedRouting {
-    pub fn new(gpu: &Gpu, capacity: Capacity, batch: &Batch<'_>) -> Self {
+    /// Routes tokens of these slots and scales.
+    pub fn new(gpu: &Gpu, capacity: Capacity, (slots, scales): (&[i32], Option<&[f32]>)) -> Self {
         let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: the memory outlives the routing and is used on one stream.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
         // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(batch, gpu.raw_stream()) }.unwrap();
+        unsafe { routing.update(slots, scales, gpu.raw_stream()) }.unwrap();
         Self { routing, _memory: memory }
     }
 }
@@ -160,7 +160,7 @@ impl PoisonedRouting {
 pub fn table(queue: &Queue, model: &Model, dtype: DType, capacity: Capacity, adapters: &[Adapter]) -> WeightTable {
     let weights = WeightTable::new(queue, model, dtype, capacity, 1 << 26).unwrap();
     for (slot, adapter) in adapters.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(model, dtype).unwrap()).unwrap();
+        weights.load(slot, &adapter.plan(model, dtype).unwrap()).unwrap();
     }
     weights
 }
@@ -236,7 +236,11 @@ impl Raw<'_> {
         let (live, model, stream) = (case.num_tokens(), &world.model, gpu.raw_stream());
         let tokens = live + self.padded_tokens;
         let capacity = world.capacity(tokens);
-        let routed = PoisonedRouting::new(gpu, capacity.slots(capacity.num_slots + self.padded_tokens), &world.batch());
+        let routed = PoisonedRouting::new(
+            gpu,
+            capacity.slots(capacity.num_slots + self.padded_tokens),
+            (&world.slots, world.scales.as_deref()),
+        );
         let batch = routed.routing.capture_batch(tokens).unwrap();
         let table = PoisonedTable::new(gpu, world, capacity.num_slots);
 
@@ -418,7 +422,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
         }
         let mut alone = case.world::<T>();
         for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
-            alone.slots.fill(Slot::BASE);
+            alone.slots.fill(-1);
             alone.slots[token] = world.slots[token];
             let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
             let alone = eager.run(case, &alone);
@@ -654,7 +658,7 @@ fn a_batch_without_adapters_may_be_skipped() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) {
         let mut world = case.world::<T>();
         world.x.fill(T::from_f32(f32::NAN));
-        assert!(!world.batch().has_adapters());
+        assert!(world.slots.iter().all(|&slot| slot < 0));
         let unchanged = |y: &[T]| assert!(bits(y) == bits(&world.y), "a base row was written\n{}", case.replay());
         for flag in [false, true] {
             unchanged(&Safe { gpu, apart: flag }.run(case, &world));
@@ -702,10 +706,10 @@ fn offsets_are_64_bits_wide() {
     let weights = WeightTable::new(&gpu.queue, model, aril::DType::BF16, capacity, 1 << 20).unwrap();
     for (slot, adapter) in world.adapters.iter().enumerate() {
         let image = adapter.plan(model, aril::DType::BF16).unwrap();
-        weights.load(Slot::new(slot as u16), &image).unwrap();
+        weights.load(slot, &image).unwrap();
     }
     let mut routing = Routing::new(&gpu.queue, capacity, 1).unwrap();
-    let slots = world.known_slots();
+    let slots = world.loaded_slots(|slot| weights.get(slot));
     let batch = routing.update(&world.batch_of(&slots)).unwrap();
     let layer = LoraLinear::new(&weights, id).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();

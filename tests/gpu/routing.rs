@@ -1,6 +1,6 @@
 //! The device's grouping of tokens against the host's.
 
-use aril::{Slot, cuda::LaunchError, cuda::raw, plan::Capacity, routing::Batch, routing::Segments};
+use aril::{cuda::LaunchError, cuda::raw, plan::Capacity, routing::Segments};
 use proptest::prelude::*;
 
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
     operations::config,
 };
 
-fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_device: bool) -> (Vec<i32>, Vec<i32>) {
+fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[i32], on_device: bool) -> (Vec<i32>, Vec<i32>) {
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }.unwrap();
     let uploaded = gpu.upload(slots);
@@ -17,7 +17,7 @@ fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[Slot], on_dev
         unsafe { routing.update_on_device(uploaded.address(), None, slots.len(), gpu.raw_stream()) }.unwrap()
     } else {
         // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&Batch::new(slots), gpu.raw_stream()) }.unwrap()
+        unsafe { routing.update(slots, None, gpu.raw_stream()) }.unwrap()
     };
     let words = memory.read::<i32>();
     let at = |address: u64| ((address - memory.address()) / 4) as usize;
@@ -36,7 +36,6 @@ fn the_device_groups_as_the_host_does() {
     let slots = |max: usize| prop::collection::vec(prop_oneof![6 => 0..40_i32, 1 => -2..9000_i32], 0..max);
     let strategy = (prop_oneof![slots(50), slots(5000)], 1..=60_usize, any::<bool>());
     let run = proptest::test_runner::TestRunner::new(config(60)).run(&strategy, |(slots, num_slots, on_device)| {
-        let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let capacity = Capacity::tokens(slots.len() + 3).slots(num_slots).rank(1);
         let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
         let (indptr, tokens) = update(&gpu, &memory, capacity, &slots, on_device);
@@ -44,8 +43,7 @@ fn the_device_groups_as_the_host_does() {
         let expected: Vec<i32> = segments.iter().flat_map(|(_, tokens)| tokens).map(|&token| token as i32).collect();
         prop_assert_eq!(tokens, expected);
         for slot in 0..num_slots {
-            let expected =
-                segments.iter().find(|(of, _)| of.index() == Some(slot)).map_or(0, |(_, tokens)| tokens.len());
+            let expected = segments.iter().find(|(of, _)| *of == slot).map_or(0, |(_, tokens)| tokens.len());
             prop_assert_eq!((indptr[slot + 1] - indptr[slot]) as usize, expected);
         }
         Ok(())
@@ -58,8 +56,7 @@ fn the_device_groups_as_the_host_does() {
 fn the_most_slots_and_many_tokens() {
     let gpu = Gpu::new();
     let capacity = Capacity::tokens(70_000).slots(aril::plan::MAX_SLOTS).rank(1);
-    let slots: Vec<Slot> =
-        (0..70_000_u32).map(|token| Slot::new((token.wrapping_mul(2_654_435_761) >> 19) as u16)).collect();
+    let slots: Vec<i32> = (0..70_000_u32).map(|token| (token.wrapping_mul(2_654_435_761) >> 19) as i32).collect();
     let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     let (_, tokens) = update(&gpu, &memory, capacity, &slots, false);
     let segments = Segments::new(&slots, capacity.num_slots);
@@ -76,10 +73,10 @@ fn a_host_that_runs_ahead_is_told() {
     let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
     // SAFETY: the memory outlives the routing and is used on one stream.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 2, memory.region()) }.unwrap();
-    let slots = [Slot::new(1); 8];
+    let slots = [1; 8];
     let mut update = || {
         // SAFETY: the stream is alive and not capturing.
-        unsafe { routing.update(&Batch::new(&slots), gpu.raw_stream()) }
+        unsafe { routing.update(&slots, None, gpu.raw_stream()) }
     };
     let busy = gpu.upload(&vec![0_u8; 1 << 28]);
     let target = gpu.upload(&vec![0_u8; 1 << 28]);

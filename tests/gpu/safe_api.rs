@@ -18,6 +18,8 @@ use proptest::prelude::*;
 
 use crate::{
     common::{
+        adapters,
+        case::loaded_slots,
         dense::{Case, Dense, Op, Site},
         experts::{Case as ExpertsCase, Lora, Op as ExpertsOp},
         small,
@@ -25,6 +27,7 @@ use crate::{
     },
     device::Gpu,
     experts::{OPERATIONS, launch, shapes},
+    setup::load,
 };
 
 /// A call whose arguments may not fit each other.
@@ -127,10 +130,10 @@ fn make(gpu: &Gpu, call: &Call) -> Result<(), Box<dyn Error>> {
     let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 15)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
         let image = adapter.plan(&world.model, aril::DType::F16).unwrap();
-        weights.load(Slot::new(slot as u16), &image)?;
+        weights.load(slot, &image)?;
     }
     let mut routing = Routing::new(queue, routing_capacity, 1)?;
-    let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+    let slots = loaded_slots(&call.slots, |slot| weights.get(slot));
     let scales = vec![0.5_f32; call.scales];
     let (device_slots, device_scales) = (gpu.upload(&call.slots), gpu.upload(&scales));
     let batch = if call.on_device {
@@ -300,10 +303,10 @@ fn make_experts(gpu: &Gpu, call: &ExpertsCall) -> Result<(), Box<dyn Error>> {
 
     let weights = WeightTable::new(queue, &world.model, DType::F16, table_capacity, 1 << 20)?;
     for (slot, adapter) in world.adapters.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(&world.model, DType::F16).unwrap())?;
+        weights.load(slot, &adapter.plan(&world.model, DType::F16).unwrap())?;
     }
     let mut routing = Routing::new(queue, routing_capacity, 1)?;
-    let slots: Vec<Slot> = call.slots.iter().map(|&slot| bytemuck::cast(slot)).collect();
+    let slots = loaded_slots(&call.slots, |slot| weights.get(slot));
     let batch = routing.update(&Batch::new(&slots))?;
     let mut grouping = Grouping::new(queue, RouteCapacity::tokens(max_tokens).top_k(top_k).experts(num_experts))?;
     let router = call.weights.map(|len| gpu.upload(&vec![0.5_f32; len]));
@@ -355,7 +358,11 @@ fn batches_beyond_the_table_are_refused() {
     spec.linear(Linear::new("m", Parallel::Replicated, 64).slice("q", 64)).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let capacity = Capacity::tokens(2).slots(3).rank(4);
-    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
+    let table = |capacity| WeightTable::new(queue, &model, DType::F32, capacity, 1 << 16).unwrap();
+    let (weights, larger) = (table(capacity), table(capacity.slots(5)));
+    let modules = [adapters::Lora::linear("m.q", 64, 64, 1)];
+    let [own, last] = [0, 2].map(|slot| load(&weights, slot, &modules));
+    let [equal, third] = [2, 3].map(|slot| load(&larger, slot, &modules));
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut routing = Routing::new(queue, capacity, 8).unwrap();
     let mut refused = |slots: &[Slot]| match routing.update(&Batch::new(slots)) {
@@ -366,18 +373,19 @@ fn batches_beyond_the_table_are_refused() {
         Some(LaunchError::Operand(error)) => assert_eq!(error, expected),
         other => panic!("{other:?} instead of {expected}"),
     };
-    assert!(refused(&[Slot::new(2), Slot::BASE]).is_none());
-    is(refused(&[Slot::new(0), Slot::new(3)]), OperandError::NoSuchSlot { slot: Slot::new(3), num_slots: 3 });
+    assert!(refused(&[last, Slot::BASE]).is_none());
+    is(refused(&[own, third]), OperandError::NoSuchSlot { slot: third, num_slots: 3 });
+    is(refused(&[own, equal]), OperandError::NotLoaded { slot: equal });
     let too_many = OperandError::Capacity { what: "the batch's tokens", got: 3, max: 2 };
     is(refused(&[Slot::BASE; 3]), too_many.clone());
-    is(refused(&[Slot::new(3); 3]), too_many);
+    is(refused(&[third; 3]), too_many);
 
     for slots in [2, 4] {
         let mut other = Routing::new(queue, capacity.slots(slots), 1).unwrap();
         let differ = OperandError::NumSlots { routing: slots, table: 3 };
         let captured = weights.capture::<LaunchError>(&other, 1, &mut workspace, |_| Ok(()));
         is(captured.err(), differ.clone());
-        let batch = other.update(&Batch::new(&[Slot::new(0)])).unwrap();
+        let batch = other.update(&Batch::new(&[own])).unwrap();
         is(weights.step(&batch, &mut workspace).err(), differ);
     }
 }
@@ -401,7 +409,7 @@ fn weights_of_another_model_are_refused() {
     let layer = LoraLinear::new(&wide_weights, id).unwrap();
     let mut workspace = Workspace::new(&wide_weights).unwrap();
     let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0)])).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE])).unwrap();
     let (x, mut y) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[1.0_f32; 64]));
     let mut launch = |layer: &LoraLinear, weights: &WeightTable| {
         let (x, y) = (Matrix::new(x.view::<f32>(), 1, 64).unwrap(), MatrixMut::new(y.view_mut(), 1, 64).unwrap());
@@ -448,7 +456,7 @@ fn foreign_operands_are_refused() {
         [&other, &foreign_queue].map(|queue| Workspace::with_bytes(queue, layer.plan().workspace_bytes()).unwrap());
     let [mut routing, mut other_routing, mut foreign_routing] =
         [queue, &other, &foreign_queue].map(|queue| Routing::new(queue, capacity, 1).unwrap());
-    let slots = [Slot::new(0)];
+    let slots = [Slot::BASE];
     let [batch, other_batch, foreign_batch] = [&mut routing, &mut other_routing, &mut foreign_routing]
         .map(|routing| routing.update(&Batch::new(&slots)).unwrap());
     let (x, mut y) = (gpu.upload(&[1.0_f32; 64]), gpu.upload(&[1.0_f32; 64]));
@@ -522,7 +530,7 @@ fn foreign_operands_of_experts_are_refused() {
     let mut other_workspace = Workspace::new(&other_weights).unwrap();
     let [mut routing, mut second_routing, mut other_routing] =
         [queue, queue, &other].map(|queue| Routing::new(queue, capacity, 1).unwrap());
-    let slots = [Slot::new(0)];
+    let slots = [Slot::BASE];
     let [batch, second_batch, other_batch] = [&mut routing, &mut second_routing, &mut other_routing]
         .map(|routing| routing.update(&Batch::new(&slots)).unwrap());
     let route_capacity = RouteCapacity::tokens(1).top_k(2).experts(2);
@@ -609,7 +617,7 @@ fn routes_past_what_there_is_room_for_are_refused() {
     let capacity = Capacity::tokens(TOKENS).slots(2).rank(4);
     let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
     let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::new(0); TOKENS])).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     let ids = gpu.upload(&[0_i32; 2 * TOKENS]);
@@ -740,7 +748,7 @@ fn raw_memory_that_experts_cannot_use_is_refused() {
     let table_capacity = Capacity::tokens(2).slots(1).rank(4);
     let weights = WeightTable::new(&gpu.queue, &model, DType::F32, table_capacity, 1 << 12).unwrap();
     let mut routing = Routing::new(&gpu.queue, table_capacity, 1).unwrap();
-    routing.update(&Batch::new(&[Slot::new(0); 2])).unwrap();
+    routing.update(&Batch::new(&[Slot::BASE; 2])).unwrap();
     let batch = routing.capture_batch(2).unwrap();
     let (ids, values, target) = (gpu.upload(&[0_i32; 4]), gpu.upload(&[1.0_f32; 64]), gpu.upload(&[7.0_f32; 64]));
     let mut group = |top_k| {

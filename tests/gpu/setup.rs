@@ -10,7 +10,6 @@ use aril::{
     model::{Linear, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 use cudarc::{
     driver::{CudaEvent, CudaFunction, CudaStream, LaunchConfig, PushKernelArg},
@@ -18,7 +17,10 @@ use cudarc::{
 };
 
 use crate::{
-    common::adapters::{self, Lora},
+    common::{
+        adapters::{self, Lora},
+        case::loaded_slots,
+    },
     device::Gpu,
 };
 
@@ -74,19 +76,20 @@ impl Setup {
         adapter(self.layers.len(), self.features, rank, value)
     }
 
-    pub fn load(&self, slot: u16, rank: usize, value: f32) -> Result<Resident, LoadError> {
-        self.weights.load(Slot::new(slot), &self.adapter(rank, value).plan(self.model(), DType::F32).unwrap())
+    pub fn load(&self, slot: usize, rank: usize, value: f32) -> Result<Slot, LoadError> {
+        self.weights.load(slot, &self.adapter(rank, value).plan(self.model(), DType::F32).unwrap())
     }
 
-    /// Enqueues an eager step on zeroed y.
-    pub fn enqueue(&mut self, slots: &[Slot]) {
+    /// Enqueues an eager step on zeroed y, whose tokens have the slots of these numbers with the adapters that are there now.
+    pub fn enqueue(&mut self, slots: &[i32]) {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
         self.enqueue_on_y(slots);
     }
 
     /// The same without zeroing y, and so without waiting.
-    pub fn enqueue_on_y(&mut self, slots: &[Slot]) {
-        let batch = self.routing.update(&Batch::new(slots)).unwrap();
+    pub fn enqueue_on_y(&mut self, slots: &[i32]) {
+        let slots = slots_of(&self.weights, slots);
+        let batch = self.routing.update(&Batch::new(&slots)).unwrap();
         let mut step = self.weights.step(&batch, &mut self.workspace).unwrap();
         add_deltas(&self.layers, self.features, &mut step, &self.x, &mut self.y).unwrap();
     }
@@ -111,7 +114,7 @@ impl Setup {
     }
 
     /// What an eager step adds.
-    pub fn step(&mut self, slots: &[Slot]) -> [f32; TOKENS] {
+    pub fn step(&mut self, slots: &[i32]) -> [f32; TOKENS] {
         self.enqueue(slots);
         self.added()
     }
@@ -123,12 +126,30 @@ impl Setup {
     }
 
     /// What a replay of the graph adds.
-    pub fn replay(&mut self, graph: &mut Graph, slots: &[Slot]) -> [f32; TOKENS] {
+    pub fn replay(&mut self, graph: &mut Graph, slots: &[i32]) -> [f32; TOKENS] {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
-        let batch = self.routing.update(&Batch::new(slots)).unwrap();
+        let slots = slots_of(&self.weights, slots);
+        let batch = self.routing.update(&Batch::new(&slots)).unwrap();
         graph.replay(&mut self.weights.step(&batch, &mut self.workspace).unwrap()).unwrap();
         self.added()
     }
+}
+
+/// The slots with these numbers and the adapters that are there now. All other numbers are the base model.
+pub fn slots_of(weights: &WeightTable, numbers: &[i32]) -> Vec<Slot> {
+    loaded_slots(numbers, |slot| weights.get(slot))
+}
+
+/// Loads an adapter with these modules.
+pub fn load(weights: &WeightTable, slot: usize, modules: &[Lora]) -> Slot {
+    let adapter = adapters::adapter(modules);
+    weights.load(slot, &adapter.plan(weights.model(), weights.dtype()).unwrap()).unwrap()
+}
+
+/// Loads an adapter with a module of each of two experts of these sizes.
+pub fn load_experts(weights: &WeightTable, slot: usize, path: &str, [hidden, inter]: [usize; 2]) -> Slot {
+    let module = |expert| Lora::linear(format!("{path}.{expert}.down_proj"), inter, hidden, 1);
+    load(weights, slot, &[0, 1].map(module))
 }
 
 /// Enqueues or records the operation of every layer.

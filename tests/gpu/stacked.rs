@@ -1,7 +1,7 @@
 //! Stacks: the rows that they copy, and the operations on the columns of v, against the reference.
 
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     adapter::Adapter,
     cuda::{
         LaunchError, LoraLinear, WeightTable,
@@ -11,7 +11,6 @@ use aril::{
     model::{Activation, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::{Capacity, PlanError},
     reference::{self, Delta, Factors},
-    routing::Batch,
 };
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -40,7 +39,7 @@ struct Case {
     loras: Vec<Vec<Option<Lora>>>,
     /// By slot.
     position_of: Vec<Option<usize>>,
-    slots: Vec<Slot>,
+    slots: Vec<i32>,
     scales: Vec<f32>,
 }
 
@@ -80,8 +79,8 @@ impl Case {
         }
         let tokens = *[1, 5, 16, 17, 64, 130, 600].get(rng.random_range(0..choose(7, 4))).unwrap();
         let slot = |rng: &mut StdRng| match rng.random_range(0..6) {
-            0 => Slot::BASE,
-            _ => Slot::new(rng.random_range(0..num_slots as u16)),
+            0 => -1,
+            _ => rng.random_range(0..num_slots as i32),
         };
         let slots = (0..tokens).map(|_| slot(rng)).collect();
         let scales = (0..tokens).map(|_| [1.0, 0.5, 2.0, -1.0][rng.random_range(0..4)]).collect();
@@ -113,7 +112,7 @@ impl Case {
 
     /// The module of a token at a slice that is in the stack.
     fn lora(&self, token: usize, slice: usize) -> Option<(&Lora, usize)> {
-        let slot = self.slots[token].index()?;
+        let slot = usize::try_from(self.slots[token]).ok()?;
         Some((self.loras[slot][slice].as_ref()?, self.position_of[slot]?))
     }
 }
@@ -148,7 +147,7 @@ impl World {
         let images: Vec<_> = adapters.iter().map(|adapter| adapter.plan(&model, dtype).unwrap()).collect();
         let weights = WeightTable::new(&gpu.queue, &model, dtype, capacity, WeightTable::arena_bytes(&images)).unwrap();
         for (slot, image) in (0..).zip(&images) {
-            weights.load(Slot::new(slot), image).unwrap();
+            weights.load(slot, image).unwrap();
         }
         let layer = LoraLinear::new(&weights, id).unwrap();
         let num_rows = layer.plan().stacked_rows(case.positions, case.rank);
@@ -173,14 +172,13 @@ impl World {
         for (slot, position) in (0..).zip(&case.position_of) {
             let Some(position) = *position else { continue };
             // SAFETY: as above, and the table lives as long.
-            unsafe { stack.set(position, &weights.raw(), Slot::new(slot), stream) }.unwrap();
+            unsafe { stack.set(position, &weights.raw(), Some(slot), stream) }.unwrap();
         }
         let routing_memory = gpu.poisoned(raw::Routing::device_bytes(capacity).unwrap());
         // SAFETY: as above.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) }.unwrap();
-        let batch = Batch::new(&case.slots).with_scales(&case.scales).unwrap();
         // SAFETY: as above.
-        let batch = unsafe { routing.update(&batch, stream) }.unwrap();
+        let batch = unsafe { routing.update(&case.slots, Some(&case.scales), stream) }.unwrap();
         let none = raw::DeviceRegion { ptr: 0, bytes: 0 };
         let workspace = raw::Workspace { mailbox: none, partials: none };
         let step = raw::Step::new(weights.raw(), batch, workspace, stream);
@@ -337,7 +335,7 @@ fn single(outputs: &[usize], inputs: usize) -> Case {
         rank: 8,
         loras: (0..2).map(|_| outputs.iter().enumerate().map(lora).collect()).collect(),
         position_of: vec![None, Some(0)],
-        slots: vec![Slot::new(1)],
+        slots: vec![1],
         scales: vec![1.0],
     }
 }
@@ -376,19 +374,19 @@ fn graphs_have_the_positions_of_each_replay() {
         graph.replay();
         buffer.read::<bf16>()[0].to_f32()
     };
-    let set = |position: usize, slot: Slot| {
+    let set = |position: usize, slot: Option<usize>| {
         // SAFETY: the table lives as long as the stack.
         unsafe { world.stack.set(position, &world.weights.raw(), slot, stream) }.unwrap();
     };
     // Of the token's slot, 1, rows of B are 2: 8 ranks of them.
     assert_eq!(replay(), 16.0);
-    set(1, Slot::new(1));
+    set(1, Some(1));
     assert_eq!(replay(), 160.0);
-    set(1, Slot::new(0));
+    set(1, Some(0));
     assert_eq!(replay(), 0.0);
-    set(0, Slot::new(1));
+    set(0, Some(1));
     assert_eq!(replay(), 16.0);
-    set(0, Slot::BASE);
+    set(0, None);
     assert_eq!(replay(), 0.0);
 }
 
@@ -430,12 +428,12 @@ fn a_stack_refuses_what_it_cannot_serve() {
     let other = Model::clone(&model)[id].slices().len();
     assert_eq!(other, 2);
     // SAFETY: nothing is enqueued.
-    let position = unsafe { world.stack.set(2, &world.weights.raw(), Slot::new(0), stream) };
+    let position = unsafe { world.stack.set(2, &world.weights.raw(), Some(0), stream) };
     assert!(matches!(
         position,
         Err(LaunchError::Operand(OperandError::Capacity { what: "the position", got: 2, max: 1 }))
     ));
     // SAFETY: as above.
-    let slot = unsafe { world.stack.set(0, &world.weights.raw(), Slot::new(2), stream) };
+    let slot = unsafe { world.stack.set(0, &world.weights.raw(), Some(2), stream) };
     assert!(matches!(slot, Err(LaunchError::Operand(OperandError::Capacity { what: "the slot", got: 2, max: 1 }))));
 }

@@ -1,7 +1,7 @@
 //! Queues of streams that cudarc does not know, and an engine that captures on them.
 
 use aril::{
-    DType, Slot,
+    DType,
     cuda::{Kernels, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw::Stream},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -12,7 +12,7 @@ use cudarc::driver::{CudaContext, result};
 use crate::{
     device::{Gpu, load_slots},
     limit::Limit,
-    setup::adapter,
+    setup::{adapter, slots_of},
 };
 
 #[path = "../../examples/engine_graphs.rs"]
@@ -56,7 +56,7 @@ fn a_queue_of_a_bare_stream_is_like_any_other() {
             let adapters = [0.0, 1.0, 2.0].map(|slot| adapter(1, FEATURES, RANK, round + replaced + slot));
             load_slots(&weights, &adapters);
             y.write(&[0.0; SLOTS * FEATURES]).unwrap();
-            let slots = [0, 1, 2].map(Slot::new);
+            let slots = slots_of(&weights, &[0, 1, 2]);
             let batch = routing.update(&Batch::new(&slots)).unwrap();
             let mut step = weights.step(&batch, &mut workspace).unwrap();
             graph.replay(&mut step).unwrap();

@@ -7,11 +7,10 @@ use aril::{
         layout::{B, LinearA},
     },
     cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
-    slots::Resident,
 };
 
 use cudarc::driver::CudaContext;
@@ -22,7 +21,7 @@ use crate::{
         small::choose,
     },
     device::Gpu,
-    setup::Spin,
+    setup::{Spin, slots_of},
 };
 
 const FEATURES: usize = 128;
@@ -50,15 +49,15 @@ impl Setup {
         Self { gpu, model, id, weights }
     }
 
-    fn load(&self, slot: u16, rank: usize, value: f32) -> Result<Resident, LoadError> {
+    fn load(&self, slot: usize, rank: usize, value: f32) -> Result<Slot, LoadError> {
         let adapter = adapter(rank, value);
-        self.weights.load(Slot::new(slot), &adapter.plan(&self.model, DType::F32).unwrap())
+        self.weights.load(slot, &adapter.plan(&self.model, DType::F32).unwrap())
     }
 
     /// What each slot adds for an x of ones, divided by the number of features.
     fn deltas(&self) -> [f32; 4] {
         let Self { gpu: Gpu { queue, .. }, id, weights, .. } = self;
-        let slots = [0, 1, 2, 3].map(Slot::new);
+        let slots = slots_of(weights, &[0, 1, 2, 3]);
         let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
         let batch = routing.update(&Batch::new(&slots)).unwrap();
         let layer = LoraLinear::new(weights, *id).unwrap();
@@ -83,7 +82,7 @@ fn a_slot_holds_what_was_loaded_last() {
     assert_eq!(setup.deltas(), [0.0, 3.0, 0.0, 5.0]);
     setup.load(1, 4, 7.0).unwrap();
     assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 5.0]);
-    setup.weights.unload(Slot::new(3)).unwrap();
+    setup.weights.unload(3).unwrap();
     assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 0.0]);
 }
 
@@ -103,7 +102,7 @@ fn a_counted_arena_holds_its_adapters() {
         setup.weights = WeightTable::new(&setup.gpu.queue, &setup.model, DType::F32, capacity, bytes).unwrap();
         for number in 0..RANKS.len() {
             let index = (first + number) % RANKS.len();
-            setup.weights.load(Slot::new(index as u16), &images[index]).unwrap();
+            setup.weights.load(index, &images[index]).unwrap();
         }
         assert!(!setup.weights.fits(&images[0]));
         let near = setup.deltas().into_iter().zip(RANKS).all(|(got, rank)| (got - rank as f32).abs() <= 1e-3);
@@ -118,14 +117,14 @@ fn memory_is_reused_cleanly() {
     // Room for two of the largest adapters.
     let setup = Setup::new(2 * 64 * FEATURES * 2 * 4);
     for round in 1..choose(200_u16, 40) {
-        let (slot, rank) = (round % 3, usize::from(round * 7 % 64) + 1);
+        let (slot, rank) = (usize::from(round % 3), usize::from(round * 7 % 64) + 1);
         let value = f32::from(round);
-        setup.weights.unload(Slot::new(slot)).unwrap();
+        setup.weights.unload(slot).unwrap();
         let before = setup.deltas();
         match setup.load(slot, rank, value) {
             Ok(_) => {
                 let mut after = before;
-                after[usize::from(slot)] = value;
+                after[slot] = value;
                 // Sums of rank terms value / rank are not exact.
                 let near = setup.deltas().into_iter().zip(after).all(|(got, want)| (got - want).abs() <= want * 1e-5);
                 assert!(near, "round {round}");
@@ -145,45 +144,55 @@ fn what_does_not_fit_changes_nothing() {
     assert!(matches!(setup.load(4, 1, 1.0), Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))));
     let wide = adapter(65, 1.0);
     let image = wide.plan(&setup.model, DType::F32).unwrap();
-    let error = setup.weights.load(Slot::new(0), &image).unwrap_err();
+    let error = setup.weights.load(0, &image).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Rank { rank: 65, max_rank: 64 })), "{error}");
     let image = wide.plan(&setup.model, DType::F16).unwrap();
-    let error = setup.weights.load(Slot::new(0), &image).unwrap_err();
+    let error = setup.weights.load(0, &image).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::DType { .. })), "{error}");
-    assert!(setup.weights.unload(Slot::BASE).is_err());
+    assert!(setup.weights.unload(usize::MAX).is_err());
     assert_eq!(setup.deltas(), [0.0, 0.0, 9.0, 0.0]);
 }
 
-/// A slot names its current adapter; a resident names one load.
+/// In `check` and in steps.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_resident_is_valid_until_its_slot_changes() {
+fn a_slot_is_valid_until_its_adapter_is_gone() {
     let setup = Setup::new(1 << 20);
-    let gone = |resident: Resident| {
-        let error = setup.weights.check([resident]).unwrap_err();
-        assert_eq!(error, SlotError::Gone { slot: resident.slot(), generation: resident.generation() });
+    let mut routing = Routing::new(&setup.gpu.queue, setup.weights.capacity(), 1).unwrap();
+    let mut workspace = Workspace::new(&setup.weights).unwrap();
+    let mut step = |slots: &[Slot]| {
+        routing.wait().unwrap();
+        let batch = routing.update(&Batch::new(slots)).unwrap();
+        setup.weights.step(&batch, &mut workspace).map(drop)
+    };
+    let mut gone = |slot: Slot| {
+        assert_eq!(setup.weights.check([slot]), Err(SlotError::Gone { slot }));
+        let refused = step(&[Slot::BASE, slot]).unwrap_err();
+        assert!(
+            matches!(refused, LaunchError::Operand(OperandError::NotLoaded { slot: named }) if named == slot),
+            "{refused}"
+        );
     };
     let first = setup.load(1, 4, 3.0).unwrap();
     let other = setup.load(2, 4, 4.0).unwrap();
-    assert_eq!((first.slot(), other.slot()), (Slot::new(1), Slot::new(2)));
-    assert_ne!(first.generation(), other.generation());
+    assert_eq!((first.index(), other.index()), (Some(1), Some(2)));
     setup.weights.check([first, other]).unwrap();
     let second = setup.load(1, 8, 5.0).unwrap();
     gone(first);
     setup.weights.check([second, other, second]).unwrap();
     assert_eq!(setup.weights.check([other, first]), setup.weights.check([first]));
-    setup.weights.unload(Slot::new(1)).unwrap();
+    setup.weights.unload(1).unwrap();
     gone(second);
     let third = setup.load(1, 8, 5.0).unwrap();
-    [first, second].into_iter().for_each(gone);
+    [first, second].into_iter().for_each(&mut gone);
     setup.weights.check([third, other]).unwrap();
     // A failed call changes nothing.
-    assert!(setup.weights.load(Slot::new(1), &adapter(4, 1.0).plan(&setup.model, DType::F16).unwrap()).is_err());
+    assert!(setup.weights.load(1, &adapter(4, 1.0).plan(&setup.model, DType::F16).unwrap()).is_err());
     setup.weights.check([third, other]).unwrap();
     assert_eq!(setup.weights.check([]), Ok(()));
     // A clone is the same table, even on another thread.
     let weights = setup.weights.clone();
-    std::thread::scope(|scope| scope.spawn(|| weights.unload(Slot::new(2)).unwrap()).join().unwrap());
+    std::thread::scope(|scope| scope.spawn(|| weights.unload(2).unwrap()).join().unwrap());
     gone(other);
 }
 
@@ -195,16 +204,15 @@ fn a_table_says_what_it_holds() {
     let setup = Setup::new(2 * largest);
     let empty = setup.weights.usage();
     assert_eq!((empty.capacity, empty.used, empty.free()), (2 * largest, 0, 2 * largest));
-    assert!(setup.weights.loaded().is_empty() && setup.weights.get(Slot::new(0)).is_none());
-    assert_eq!(setup.weights.get(Slot::BASE), None);
-    assert_eq!(setup.weights.get(Slot::new(4)), None);
+    assert!(setup.weights.loaded().is_empty() && setup.weights.get(0).is_none());
+    assert_eq!(setup.weights.get(4), None);
     assert_eq!((setup.weights.dtype(), setup.weights.model()), (DType::F32, &setup.model));
 
     let (third, first) = (setup.load(3, 64, 1.0).unwrap(), setup.load(1, 16, 1.0).unwrap());
     let loaded = setup.weights.loaded();
-    let found: Vec<_> = loaded.iter().map(|info| (info.resident, info.bytes, info.max_rank)).collect();
+    let found: Vec<_> = loaded.iter().map(|info| (info.slot, info.bytes, info.max_rank)).collect();
     assert_eq!(found, [(first, largest / 4, 16), (third, largest, 64)]);
-    assert_eq!(setup.weights.get(Slot::new(3)), Some(loaded[1]));
+    assert_eq!(setup.weights.get(3), Some(loaded[1]));
     let usage = setup.weights.usage();
     assert_eq!((usage.used, usage.free()), (largest / 4 + largest, 2 * largest - largest / 4 - largest));
     assert!(usage.largest_gap <= usage.free());
@@ -213,7 +221,7 @@ fn a_table_says_what_it_holds() {
     let [large, small] = [&large, &small].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
     assert!(setup.weights.fits(&small) && !setup.weights.fits(&large));
     let is_full = |error| matches!(error, LoadError::Full { bytes, largest_gap } if bytes == largest && largest_gap == usage.largest_gap);
-    assert!(is_full(setup.weights.load(Slot::new(0), &large).unwrap_err()));
+    assert!(is_full(setup.weights.load(0, &large).unwrap_err()));
     assert!(is_full(setup.weights.reserve(&large).unwrap_err()));
     let reservation = setup.weights.reserve(&small).unwrap();
     let row = setup.weights.usage().used - usage.used - small.bytes();
@@ -222,37 +230,40 @@ fn a_table_says_what_it_holds() {
     assert_eq!((setup.weights.loaded().len(), reservation.bytes()), (2, small.bytes()));
     drop(reservation);
     assert_eq!(setup.weights.usage(), usage);
-    setup.weights.unload(Slot::new(3)).unwrap();
-    setup.weights.unload(Slot::new(3)).unwrap();
+    setup.weights.unload(3).unwrap();
+    setup.weights.unload(3).unwrap();
     assert!(setup.weights.fits(&large));
-    setup.weights.unload(Slot::new(1)).unwrap();
+    setup.weights.unload(1).unwrap();
     assert_eq!(setup.weights.usage(), empty);
 }
 
 #[test]
 #[ignore = "needs a GPU"]
-fn room_is_of_one_table_and_one_size() {
+fn room_is_of_one_table_and_one_adapter() {
     let (setup, other) = (Setup::new(1 << 20), Setup::new(1 << 20));
     let same_model = WeightTable::new(&setup.gpu.queue, &setup.model, DType::F32, setup.weights.capacity(), 1 << 20);
     let same_model = same_model.unwrap();
     let mut staging = Staging::new(&setup.gpu.queue).unwrap();
-    let [four, sixteen] = [4, 16].map(|rank| adapter(rank, 6.0));
-    let [image, larger] = [&four, &sixteen].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
+    let [four, sixteen, other_four] = [(4, 6.0), (16, 6.0), (4, 7.0)].map(|(rank, value)| adapter(rank, value));
+    let [image, larger, equal] =
+        [&four, &sixteen, &other_four].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
     let before = setup.weights.usage();
 
     let foreign = four.plan(&other.model, DType::F32).unwrap();
     assert!(matches!(setup.weights.reserve(&foreign), Err(LoadError::Slot(SlotError::Model))));
     let error = setup.weights.reserve(&image).unwrap().fill(&foreign, &mut staging).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::Model)), "{error}");
-    let error = setup.weights.reserve(&image).unwrap().fill(&larger, &mut staging).unwrap_err();
-    let is_other = matches!(error, LoadError::Slot(SlotError::OtherImage { bytes, reserved })
-        if bytes == larger.bytes() && reserved == image.bytes());
-    assert!(is_other, "{error}");
+    for image_of_other in [&larger, &equal] {
+        let error = setup.weights.reserve(&image).unwrap().fill(image_of_other, &mut staging).unwrap_err();
+        let is_other = matches!(error, LoadError::Slot(SlotError::OtherImage { bytes, reserved })
+            if bytes == image_of_other.bytes() && reserved == image.bytes());
+        assert!(is_other, "{error}");
+    }
     let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
-    let error = same_model.commit(Slot::new(0), filled).unwrap_err();
+    let error = same_model.commit(0, filled).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::OtherTable)), "{error}");
     let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut staging).unwrap();
-    let error = setup.weights.commit(Slot::new(4), filled).unwrap_err();
+    let error = setup.weights.commit(4, filled).unwrap_err();
     assert!(matches!(error, LoadError::Slot(SlotError::NoSuchSlot { num_slots: 4, .. })), "{error}");
     assert_eq!(setup.weights.usage(), before);
     assert!(setup.weights.loaded().is_empty() && same_model.loaded().is_empty());
@@ -260,7 +271,7 @@ fn room_is_of_one_table_and_one_size() {
     // A staging of another queue of the same context is accepted; one of another context is refused.
     let mut elsewhere = Staging::new(&other.gpu.queue).unwrap();
     let filled = setup.weights.reserve(&image).unwrap().fill(&image, &mut elsewhere).unwrap();
-    setup.weights.clone().commit(Slot::new(2), filled).unwrap();
+    setup.weights.clone().commit(2, filled).unwrap();
     assert_eq!(setup.deltas(), [0.0, 0.0, 6.0, 0.0]);
     let foreign_context = CudaContext::new_non_primary(0, 0).unwrap();
     foreign_context.bind_to_thread().unwrap();
@@ -279,7 +290,7 @@ fn progress_ends_with_every_byte() {
     let adapter = adapter(64, 2.0);
     let image = adapter.plan(&setup.model, DType::F32).unwrap();
     let mut seen = Vec::new();
-    setup.weights.load_with_progress(Slot::new(1), &image, |bytes| seen.push(bytes)).unwrap();
+    setup.weights.load_with_progress(1, &image, |bytes| seen.push(bytes)).unwrap();
     assert!(seen.is_sorted() && seen.last() == Some(&image.bytes()), "{seen:?}");
     assert_eq!(setup.deltas(), [0.0, 2.0, 0.0, 0.0]);
 }
@@ -289,10 +300,9 @@ fn progress_ends_with_every_byte() {
 #[ignore = "needs a GPU"]
 fn a_busy_routing_may_be_waited_for() {
     let setup = Setup::new(1 << 20);
-    setup.load(0, 2, 3.0).unwrap();
+    let slots = [setup.load(0, 2, 3.0).unwrap(); 4];
     let mut routing = Routing::new(&setup.gpu.queue, setup.weights.capacity(), 2).unwrap();
     let spin = Spin::new(&setup.gpu);
-    let slots = [Slot::new(0); 4];
     let spun = spin.run(200);
     for _ in 0..2 {
         assert!(routing.is_ready().unwrap());

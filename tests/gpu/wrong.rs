@@ -1,7 +1,7 @@
 //! The GPU refuses the operands of `common::wrong`, and changes nothing.
 
 use aril::{
-    Element, IntoSlices as _, Slices, Slot,
+    Element, IntoSlices as _, Slices,
     cuda::{
         FullyShardedLinear, FusedLinear, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
         MatrixMut, Routing, TopK, Workspace,
@@ -33,9 +33,12 @@ fn ys<'a, T: Element>(
 }
 
 fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchError> {
-    let [own, other] =
-        world.models.each_ref().map(|model| table(&gpu.queue, model, World::dtype(), World::capacity(), &[]));
-    let slots = vec![Slot::new(0); call.tokens];
+    let [own, other] = world
+        .models
+        .each_ref()
+        .map(|model| table(&gpu.queue, model, World::dtype(), World::capacity(), &[World::adapter()]));
+    let weights = if call.is_of_other_table { &other } else { &own };
+    let slots = vec![weights.get(0).unwrap().slot; call.tokens];
     let mut routing = Routing::new(&gpu.queue, World::capacity(), 1).unwrap();
     let mut workspace = Workspace::new(&own).unwrap();
     let seven = T::from_f32(7.0);
@@ -51,7 +54,7 @@ fn run<T: Element>(gpu: &Gpu, world: &World, call: Call) -> Result<(), LaunchErr
         let [y_shape, out_shape] = [call.y, call.out];
         let batch = routing.update(&Batch::new(&slots))?;
         let linear = || LoraLinear::new(&own, world.id(call.of));
-        let mut step = if call.is_of_other_table { &other } else { &own }.step(&batch, &mut workspace)?;
+        let mut step = weights.step(&batch, &mut workspace)?;
         let y = move || MatrixMut::strided(y, y_shape[0], y_shape[1], y_shape[2]);
         let ws = |w| (0..call.num_w()).map(|_| matrix(w)).collect::<Result<Vec<_>, _>>();
         let out = move || MatrixMut::strided(out, out_shape[0], out_shape[1], out_shape[2]);

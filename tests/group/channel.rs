@@ -10,7 +10,6 @@ use std::{
 };
 
 use aril::{
-    Slot,
     group::{ChannelError, Group, GroupError, InProcess, Message, Ranks},
     model::TpRank,
 };
@@ -78,15 +77,15 @@ fn a_silent_rank_stops_a_load() {
         if rank == 2 {
             done.wait();
         }
-        let error = group.load(Slot::new(1), 1, || Ok(&adapter)).unwrap_err();
+        let error = group.load(1, 1, || Ok(&adapter)).unwrap_err();
         assert!(matches!(&error, GroupError::Channel(error) if error.ranks == [2]), "{error}");
         if rank != 2 {
             done.wait();
         }
-        assert_eq!(world.delta(&tables[rank], Slot::new(1)), 7.0);
+        assert_eq!(world.delta(&tables[rank], 1), 7.0);
         assert_eq!(tables[rank].usage().used, tables[rank].loaded()[0].bytes);
         // Nothing is even opened.
-        let again = group.prepare::<aril::adapter::Adapter>(Slot::new(1), 2, || unreachable!());
+        let again = group.prepare::<aril::adapter::Adapter>(1, 2, || unreachable!());
         assert!(matches!(again, Err(GroupError::Channel(_))));
         assert!(matches!(group.free_slot(), Err(GroupError::Channel(_))));
     });
@@ -143,8 +142,8 @@ fn load_through(spoil: impl Fn(&mut Vec<Message>) + Sync) -> Vec<GroupError> {
     let (tables, adapter) = (world.serving(), world.adapter(|_| 9.0));
     each(InProcess::group(3, NEVER), |rank, ranks| {
         let mut group = Group::new(Broken(ranks, &spoil), tables[rank].clone()).unwrap();
-        let error = group.load(Slot::new(1), 1, || Ok(&adapter)).unwrap_err();
-        assert_eq!(world.delta(&tables[rank], Slot::new(1)), 7.0);
+        let error = group.load(1, 1, || Ok(&adapter)).unwrap_err();
+        assert_eq!(world.delta(&tables[rank], 1), 7.0);
         assert_eq!(tables[rank].usage().used, tables[rank].loaded()[0].bytes);
         error
     })

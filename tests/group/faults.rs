@@ -12,13 +12,13 @@ use aril::{
     error::{LoadError, SlotError},
     group::{Group, GroupError, InProcess, Phase, Ranks, Table},
     model::Model,
-    slots::{Resident, Usage},
+    slots::Usage,
 };
 use proptest::prelude::*;
 
 use crate::world::{NEVER, World, each, refused};
 
-const SLOT: Slot = Slot::new(1);
+const SLOT: usize = 1;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Fault {
@@ -79,7 +79,7 @@ impl Table for Faulty {
         self.table.usage()
     }
 
-    fn free_slot(&self, first: u16) -> Option<Slot> {
+    fn free_slot(&self, first: usize) -> Option<usize> {
         Table::free_slot(&self.table, first)
     }
 
@@ -87,7 +87,7 @@ impl Table for Faulty {
         Table::can_hold(&self.table, image)
     }
 
-    fn reserve(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
+    fn reserve(&self, slot: usize, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         self.enter(Phase::Reserve)?;
         Table::reserve(&self.table, slot, image)
     }
@@ -97,12 +97,12 @@ impl Table for Faulty {
         Table::fill(&self.table, reservation, image)
     }
 
-    fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+    fn commit(&self, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         self.enter(Phase::Commit)?;
         Table::commit(&self.table, slot, filled)
     }
 
-    fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+    fn unload(&self, slot: usize) -> Result<(), LoadError> {
         self.enter(Phase::Commit)?;
         Table::unload(&self.table, slot)
     }
@@ -207,9 +207,9 @@ fn load(
             assert!(slot == SLOT && failures.iter().all(|failure| failure.phase == Phase::Commit));
             0.0
         }
-        (Expected::Loaded, Ok(Ok(Some(resident)))) => {
-            table.check([resident]).unwrap();
-            assert_eq!(resident.slot(), SLOT);
+        (Expected::Loaded, Ok(Ok(Some(slot)))) => {
+            table.check([slot]).unwrap();
+            assert_eq!(slot.index(), Some(SLOT));
             9.0
         }
         (expected, loaded) => panic!("rank {rank}: {loaded:?}, but {expected:?}"),

@@ -10,7 +10,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, AdapterError},
     cpu::Tiers,
     error::LoadError,
@@ -278,7 +278,7 @@ fn a_channel_that_panics_tears_a_commit() {
             Ok(vec![*message])
         }
     }
-    let slot = Slot::new(1);
+    let slot = 1;
     for exchanges in 0..3 {
         let mut group = Group::new(Once(exchanges), table.clone()).unwrap();
         let loaded = group.load(slot, 1, || Ok(&new));
@@ -302,7 +302,7 @@ fn a_channel_that_panics_tears_a_commit() {
 fn a_slot_below_the_one_asked_for_ends_the_group() {
     let world = World::new(2);
     let table = world.table(0, 2);
-    crate::world::load(&table, Slot::new(0), &world.adapter(|_| 7.0));
+    crate::world::load(&table, 0, &world.adapter(|_| 7.0));
     let mut group = Group::new(Told(|said: &mut Value| *said = json!({ "Free": 0 })), table).unwrap();
     let error = group.free_slot().unwrap_err();
     assert!(matches!(&error, GroupError::Channel(error) if error.ranks == [1]), "{error}");
@@ -361,22 +361,22 @@ fn ranks_that_commit_different_adapters_keep_none() {
         let adapters = [1.0, 1000.0].map(|value| world.adapter(|_| value));
         each_group(&tables, |rank, mut group| {
             let [first, second] = [0, 1].map(|index| {
-                let (slot, fingerprint): (u16, u64) = prepared[index];
-                group.prepare(Slot::new(slot), fingerprint, || Ok(&adapters[index])).unwrap()
+                let (slot, fingerprint): (usize, u64) = prepared[index];
+                group.prepare(slot, fingerprint, || Ok(&adapters[index])).unwrap()
             });
             let (mine, other) = if rank == 0 { (first, second) } else { (second, first) };
             let slot = mine.slot();
             let error = group.commit(mine).unwrap_err();
             drop(other);
             let (at, fingerprint) = prepared[1 - rank];
-            let reason = format!("it has committed the adapter with fingerprint {fingerprint} to {}", Slot::new(at));
+            let reason = format!("it has committed the adapter with fingerprint {fingerprint} to slot {at}");
             assert!(error.to_string().contains(&reason), "{error}");
             let GroupError::Torn { failures, channel: None, not_emptied: None, .. } = error else { panic!("{error}") };
             assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [1 - rank]);
             assert_eq!((group.table().loaded().len(), group.table().usage().used), (0, 0));
             assert_eq!(world.delta(group.table(), slot), 0.0);
             // All ranks can use the group again.
-            group.load(Slot::new(0), 3, || Ok(&adapters[0])).unwrap();
+            group.load(0, 3, || Ok(&adapters[0])).unwrap();
         });
     }
 }

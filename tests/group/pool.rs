@@ -3,7 +3,7 @@
 use std::{
     mem,
     sync::{
-        Arc, Barrier,
+        Arc, Barrier, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
@@ -11,9 +11,9 @@ use std::{
 };
 
 use aril::{
-    DType,
+    DType, Slot,
     cpu::{AdapterPool, Tiers},
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     group::{ChannelError, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
     model::TpRank,
     plan::Capacity,
@@ -104,6 +104,29 @@ fn the_smallest_rank_decides_for_all() {
         release(&mut pool, lease);
         let lease = acquire(&mut pool, second).unwrap();
         assert_eq!((world.delta_of(&pool, lease.slot()), pool.snapshot().resident), (Ok(2.0), 1));
+    });
+}
+
+/// On every rank, also if its own slot is leased to another adapter.
+#[test]
+fn a_step_refuses_the_slot_of_an_ended_lease_and_of_another_rank() {
+    let world = World::new(2);
+    let slots = Mutex::new([Slot::BASE; 2]);
+    let meeting = Barrier::new(2);
+    each_pool(&world, &[1; 2], |rank, mut pool| {
+        let ids = [1.0, 2.0].map(|value| register(&world, &mut pool, rank, value));
+        let lease = acquire(&mut pool, ids[0]).unwrap();
+        let ended = lease.slot();
+        release(&mut pool, lease);
+        let lease = acquire(&mut pool, ids[1]).unwrap();
+        assert_eq!(lease.slot().index(), ended.index());
+        slots.lock().unwrap()[rank] = lease.slot();
+        meeting.wait();
+        let of_other = slots.lock().unwrap()[1 - rank];
+        assert_eq!(world.delta_of(&pool, lease.slot()), Ok(2.0));
+        for slot in [ended, of_other] {
+            assert_eq!(world.delta_of(&pool, slot), Err(OperandError::NotLeased { slot }));
+        }
     });
 }
 
@@ -487,7 +510,9 @@ fn decide_the_same(calls: &[Call], rooms: &[(usize, usize)]) {
                 Call::Prepare(indices) => {
                     let batch: Vec<_> = indices.iter().filter_map(|&index| of(index)).collect();
                     let leases = pool.prepare(&batch.iter().map(|(id, _)| *id).collect::<Vec<_>>(), STREAM);
-                    let slots = leases.as_ref().map(|leases| leases.iter().map(Lease::slot).collect::<Vec<_>>());
+                    let slots = leases
+                        .as_ref()
+                        .map(|leases| leases.iter().map(|lease| lease.slot().index()).collect::<Vec<_>>());
                     let answer = match &slots {
                         Ok(slots) => format!("{slots:?}"),
                         Err(_) => String::new(),

@@ -7,7 +7,6 @@ use std::{
 };
 
 use aril::{
-    Slot,
     group::{ChannelError, Group, GroupError, Message, Phase, Ranks},
     model::TpRank,
 };
@@ -71,7 +70,7 @@ impl Ranks for Sockets {
     }
 }
 
-const SLOT: Slot = Slot::new(1);
+const SLOT: usize = 1;
 
 #[test]
 fn a_group_on_sockets_loads_all_or_nothing() {
@@ -80,7 +79,7 @@ fn a_group_on_sockets_loads_all_or_nothing() {
     let [good, bad] = [false, true].map(|bad| world.adapter(|rank| if bad && rank == 3 { f32::NAN } else { 9.0 }));
     each(Sockets::group(4, Duration::from_secs(60)), |rank, ranks| {
         let mut group = Group::new(ranks, tables[rank].clone()).unwrap();
-        assert_eq!(group.free_slot().unwrap(), Slot::new(0));
+        assert_eq!(group.free_slot().unwrap(), 0);
         assert_eq!(refused(&group.load(SLOT, 1, || Ok(&bad)).unwrap_err()), [(3, Phase::Fill)]);
         assert_eq!(world.delta(&tables[rank], SLOT), 7.0);
         group.load(SLOT, 2, || Ok(&good)).unwrap();

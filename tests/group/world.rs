@@ -105,12 +105,12 @@ impl World {
     pub(crate) fn serving(&self) -> Vec<WeightTable> {
         let tables = (0..self.size).map(|rank| self.table(rank, 2));
         let old = self.adapter(|_| 7.0);
-        tables.inspect(|table| load(table, Slot::new(1), &old)).collect()
+        tables.inspect(|table| _ = load(table, 1, &old)).collect()
     }
 
     /// What a rank's table adds to each output with the adapter of a slot.
-    pub(crate) fn delta(&self, table: &WeightTable, slot: Slot) -> f32 {
-        let (slots, mut workspace) = ([slot], Workspace::default());
+    pub(crate) fn delta(&self, table: &WeightTable, slot: usize) -> f32 {
+        let (slots, mut workspace) = ([table.get(slot).map_or(Slot::BASE, |info| info.slot)], Workspace::default());
         self.added(table, &mut table.step(&Batch::new(&slots), &mut workspace).unwrap())
     }
 
@@ -130,8 +130,8 @@ impl World {
     }
 }
 
-pub(crate) fn load(table: &WeightTable, slot: Slot, adapter: &Adapter) {
-    table.load(slot, &adapter.plan(table.model(), DType::F32).unwrap()).unwrap();
+pub(crate) fn load(table: &WeightTable, slot: usize, adapter: &Adapter) -> Slot {
+    table.load(slot, &adapter.plan(table.model(), DType::F32).unwrap()).unwrap()
 }
 
 /// Runs each rank on a thread of its own. A panic of one is passed on. Ranks that wait for one another for ever end the tests.

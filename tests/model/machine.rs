@@ -13,13 +13,12 @@ use aril::{
     error::{LoadError, SlotError},
     group::{ChannelError, GroupPool, InProcess, Message, Ranks},
     model::{LinearId, Model, TpRank},
-    pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
+    pool::{self, AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
     routing::Batch,
-    slots::Resident,
 };
 
 use super::{
-    ADAPTERS, BYTES, Captured, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, capacity,
+    ADAPTERS, BYTES, Captured, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, adapter, capacity,
     routing_capacity, spec,
 };
 use crate::backend::{
@@ -30,6 +29,16 @@ use crate::backend::{
 /// Rows of the operands, more than any batch has.
 const ROWS: usize = 16;
 
+/// The same of either pool.
+macro_rules! of {
+    ($all:expr, $pool:ident => $of:expr) => {
+        match $all {
+            Pool::Alone($pool) => $of,
+            Pool::OfGroup($pool, _) => $of,
+        }
+    };
+}
+
 pub struct Machine {
     backend: Backend,
     model: Model,
@@ -39,6 +48,33 @@ pub struct Machine {
     streams: Vec<StreamId>,
     lanes: Vec<Lane>,
     staging: Staging,
+    elsewhere: Elsewhere,
+}
+
+/// Another table, with an adapter in each slot, and another pool, all of whose slots are leased.
+struct Elsewhere {
+    slots: Vec<Slot>,
+    _table: WeightTable,
+    _pool: AdapterPool,
+    _leases: Vec<Lease>,
+}
+
+impl Elsewhere {
+    /// The table has more slots than the others.
+    fn new(backend: &Backend, model: &Model) -> Self {
+        const LOADED: usize = SLOTS + 2;
+        let adapter = Arc::new(adapter(8, 0.5, false));
+        let capacity = capacity().slots(LOADED);
+        let table = backend.table(model, DType::F32, capacity, (LOADED + 1) * (BYTES + backend::ROW_BYTES));
+        let image = adapter.plan(model, DType::F32).unwrap();
+        let mut slots: Vec<_> = (0..LOADED).map(|slot| table.load(slot, &image).unwrap()).collect();
+        let (Pool::Alone(mut pool), _) = new_pool(backend, model, false) else { unreachable!("it is of no group") };
+        let source = || Source::memory(Arc::clone(&adapter), model, DType::F32).unwrap();
+        let ids: Vec<_> = (0..SLOTS).map(|_| pool.register(source()).unwrap()).collect();
+        let leases: Vec<_> = ids.into_iter().map(|id| acquire(&mut pool, id, StreamId::FIRST).unwrap()).collect();
+        slots.extend(leases.iter().map(Lease::slot));
+        Self { slots, _table: table, _pool: pool, _leases: leases }
+    }
 }
 
 enum Pool {
@@ -75,16 +111,6 @@ impl Ranks for Failing {
     }
 }
 
-/// The same of either pool.
-macro_rules! of {
-    ($all:expr, $pool:ident => $of:expr) => {
-        match $all {
-            Pool::Alone($pool) => $of,
-            Pool::OfGroup($pool, _) => $of,
-        }
-    };
-}
-
 /// What the steps of a stream have in common.
 struct Lane {
     routings: Vec<Routing>,
@@ -113,7 +139,8 @@ impl Machine {
             y: backend.elements(stream, &[0.0; ROWS * FEATURES]),
         });
         let (lanes, staging) = (lanes.collect(), plain.staging().unwrap());
-        Self { id, plain, pool, streams, lanes, staging, backend, model }
+        let elsewhere = Elsewhere::new(&backend, &model);
+        Self { id, plain, pool, streams, lanes, staging, elsewhere, backend, model }
     }
 
     fn table(&self, table: Table) -> &WeightTable {
@@ -183,11 +210,27 @@ fn added(y: &Elements) -> Vec<f32> {
 }
 
 /// The loader of an engine.
-fn load(weights: &WeightTable, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
+fn load(weights: &WeightTable, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
     let filled = weights.reserve(image)?.fill(image, &mut weights.staging()?)?;
     filled.wait()?;
     assert!(filled.is_ready());
     weights.commit(slot, filled)
+}
+
+/// Leases an adapter once it is loaded.
+fn acquire<B: pool::Backend>(
+    pool: &mut pool::AdapterPool<B>,
+    id: AdapterId,
+    stream: StreamId,
+) -> Result<Lease, PoolError> {
+    let start = Instant::now();
+    loop {
+        match pool.acquire(id, stream) {
+            Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
+            result => return result,
+        }
+        assert!(start.elapsed() < Duration::from_secs(30), "nothing loads");
+    }
 }
 
 /// A result, or that the call panicked. With `panics`, the callback that it gets panics.
@@ -217,7 +260,7 @@ impl Device for Machine {
         &self.model
     }
 
-    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError> {
+    fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError> {
         panicking(panics, |progress| self.table(to).load_with_progress(slot, image, progress))
     }
 
@@ -229,16 +272,20 @@ impl Device for Machine {
         panicking(panics, |progress| room.fill_with_progress(image, &mut self.staging, progress))
     }
 
-    fn commit_filled(&mut self, to: Table, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+    fn commit_filled(&mut self, to: Table, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         self.table(to).commit(slot, filled)
     }
 
-    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError> {
+    fn unload(&mut self, from: Table, slot: usize) -> Result<(), LoadError> {
         self.table(from).unload(slot)
     }
 
-    fn check(&self, residents: &[Resident]) -> Result<(), SlotError> {
-        self.plain.check(residents.iter().copied())
+    fn check(&self, slots: &[Slot]) -> Result<(), SlotError> {
+        self.plain.check(slots.iter().copied())
+    }
+
+    fn strangers(&self) -> &[Slot] {
+        &self.elsewhere.slots
     }
 
     fn used(&self) -> [usize; 2] {
@@ -279,13 +326,13 @@ impl Device for Machine {
     fn step_beside(
         &mut self,
         slots: &[Slot],
-        to: Slot,
+        to: usize,
         image: &SlotImage<'_>,
-    ) -> (Vec<f32>, Result<Resident, LoadError>) {
+    ) -> (Result<Vec<f32>, Refused>, Result<Slot, LoadError>) {
         let plain = self.plain.clone();
         thread::scope(|threads| {
             let loader = threads.spawn(move || load(&plain, to, image));
-            let added = self.run(Of::Table(Table::Plain), 0, slots, Work::AddDelta).unwrap();
+            let added = self.run(Of::Table(Table::Plain), 0, slots, Work::AddDelta).map_err(refused);
             (added, loader.join().unwrap())
         })
     }
@@ -308,14 +355,7 @@ impl Device for Machine {
     }
 
     fn acquire(&mut self, id: AdapterId, stream: usize) -> Result<Lease, PoolError> {
-        let (start, stream) = (Instant::now(), self.streams[stream]);
-        of!(&mut self.pool, pool => loop {
-            match pool.acquire(id, stream) {
-                Err(PoolError::Loading { .. }) => drop(pool.wait(Duration::from_secs(30))),
-                result => break result,
-            }
-            assert!(start.elapsed() < Duration::from_secs(30), "nothing loads");
-        })
+        of!(&mut self.pool, pool => acquire(pool, id, self.streams[stream]))
     }
 
     fn end_step(&mut self, stream: usize) -> Result<(), PoolError> {

@@ -20,7 +20,7 @@ use std::{error::Error, sync::Arc, time::Duration};
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    error::LoadError,
+    error::{LoadError, SlotError},
     group::{GroupPool, InProcess},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
@@ -88,9 +88,14 @@ impl<'a> World<'a> {
         world
     }
 
-    pub fn load(&self, weights: &WeightTable, slot: u16, value: f32) -> Result<(), LoadError> {
+    pub fn load(&self, weights: &WeightTable, slot: usize, value: f32) -> Result<Slot, LoadError> {
         let adapter = adapter("m.q", RANK, value);
-        weights.load(Slot::new(slot), &adapter.plan(&self.model, DType::F32).unwrap()).map(drop)
+        weights.load(slot, &adapter.plan(&self.model, DType::F32).unwrap())
+    }
+
+    /// That of the adapter in the table.
+    pub fn slot(&self) -> Slot {
+        self.weights.get(0).unwrap().slot
     }
 
     fn source(&self, value: f32) -> Source {
@@ -128,7 +133,7 @@ impl<'a> World<'a> {
     /// An operation with these rows and strides of x and y, and of a layer of the model that `id` is of.
     fn operands(&mut self, id: LinearId, x: [usize; 2], y: [usize; 2]) -> Outcome {
         let layer = LoraLinear::new(&self.weights, id)?;
-        let slots = [Slot::new(0); TOKENS];
+        let slots = [self.slot(); TOKENS];
         let batch = self.routing.update(&Batch::new(&slots))?;
         let mut step = self.weights.step(&batch, &mut self.workspace)?;
         let x = Matrix::<f32>::strided(&self.x, x[0], FEATURES, x[1])?;
@@ -161,28 +166,92 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 1,
         what: "a slot is used after its adapter was replaced",
-        error: "the adapter of slot 0 (generation 1) has been unloaded or replaced",
+        error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
         make: |world| {
-            let resident = world.weights.loaded()[0].resident;
+            let slot = world.slot();
             world.load(&world.weights, 0, 5.0)?;
-            Ok(world.weights.check([resident])?)
+            assert_eq!(world.weights.check([slot]), Err(SlotError::Gone { slot }));
+            world.step(&[Slot::BASE, slot])
         },
     },
     Mistake {
         number: 1,
         what: "a slot is used after its adapter was unloaded",
-        error: "the adapter of slot 0 (generation 1) has been unloaded or replaced",
+        error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
         make: |world| {
-            let resident = world.weights.loaded()[0].resident;
-            world.weights.unload(Slot::new(0))?;
-            Ok(world.weights.check([resident])?)
+            let slot = world.slot();
+            world.weights.unload(0)?;
+            assert_eq!(world.weights.check([slot]), Err(SlotError::Gone { slot }));
+            world.step(&[Slot::BASE, slot])
+        },
+    },
+    Mistake {
+        number: 1,
+        what: "an adapter is replaced between the update of the routing and the step",
+        error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
+        make: |world| {
+            let slots = [world.slot()];
+            let batch = Batch::new(&slots);
+            let batch = world.routing.update(&batch)?;
+            let adapter = adapter("m.q", RANK, 5.0);
+            world.weights.load(0, &adapter.plan(&world.model, DType::F32)?)?;
+            Ok(world.weights.step(&batch, &mut world.workspace).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch names a slot beyond the table",
+        error: "the batch names slot 2, which is not one of the 2 slots",
+        make: |world| {
+            let larger = capacity().slots(SLOTS + 1);
+            let other = world.backend.table(&world.model, DType::F32, larger, 16 * BYTES);
+            let slot = world.load(&other, 2, 5.0)?;
+            world.step(&[slot])
         },
     },
     Mistake {
         number: 2,
         what: "a batch names a slot of another table",
-        error: "the batch names slot 2, which is not one of the 2 slots",
-        make: |world| world.step(&[Slot::new(2)]),
+        error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
+        make: |world| {
+            let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
+            let slot = world.load(&other, 0, 5.0)?;
+            assert_eq!(world.weights.check([slot]), Err(SlotError::Gone { slot }));
+            world.step(&[slot])
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch of a table without a pool names the slot of a lease",
+        error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
+        make: |world| {
+            let mut pool = world.pool();
+            let id = pool.register(world.source(5.0))?;
+            let lease = acquire(&mut pool, id)?;
+            world.step(&[lease.slot()])
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch of a pool names the slot of a table without one",
+        error: "the batch names slot 0, which no lease of the pool's stream holds",
+        make: |world| {
+            let (mut pool, slot) = (world.pool(), world.slot());
+            let id = pool.register(world.source(5.0))?;
+            let _lease = acquire(&mut pool, id)?;
+            world.step_of(&pool, FIRST, &[slot])
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch of a pool names the slot of another pool's lease",
+        error: "the batch names slot 0, which no lease of the pool's stream holds",
+        make: |world| {
+            let [mut pool, mut other] = [world.pool(), world.pool()];
+            let ids = [pool.register(world.source(5.0))?, other.register(world.source(5.0))?];
+            let (_own, lease) = (acquire(&mut pool, ids[0])?, acquire(&mut other, ids[1])?);
+            world.step_of(&pool, FIRST, &[lease.slot()])
+        },
     },
     Mistake {
         number: 2,
@@ -196,7 +265,7 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 5,
         what: "a step is of another stream than the lease",
-        error: "the batch names slot 0 of an adapter pool, which no lease holds",
+        error: "the batch names slot 0, which no lease of the pool's stream holds",
         make: |world| {
             let mut pool = world.pool();
             let other = world.backend.add_stream(&mut pool, 0);
@@ -261,7 +330,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the adapter was planned for another model or tensor-parallel rank than the table's",
         make: |world| {
             let (adapter, (other, _)) = (adapter("m.q", RANK, 1.0), model());
-            Ok(world.weights.load(Slot::new(0), &adapter.plan(&other, DType::F32)?).map(drop)?)
+            Ok(world.weights.load(0, &adapter.plan(&other, DType::F32)?).map(drop)?)
         },
     },
     Mistake {
@@ -282,7 +351,18 @@ const MISTAKES: &[Mistake] = &[
             let adapter = adapter("m.q", RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
-            Ok(other.commit(Slot::new(0), filled).map(drop)?)
+            Ok(other.commit(0, filled).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 10,
+        what: "room that was reserved for an adapter is filled with another one of the same size",
+        error: "the image, of 10240 bytes, is not the one that 10240 bytes were reserved for",
+        make: |world| {
+            let [adapter, other] = [1.0, 2.0].map(|value| adapter("m.q", RANK, value));
+            let room = world.weights.reserve(&adapter.plan(&world.model, DType::F32)?)?;
+            let filled = room.fill(&other.plan(&world.model, DType::F32)?, &mut world.weights.staging()?);
+            Ok(filled.map(drop)?)
         },
     },
     Mistake {
@@ -293,7 +373,7 @@ const MISTAKES: &[Mistake] = &[
             let adapter = adapter("m.q", RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
-            Ok(world.weights.commit(Slot::new(99), filled).map(drop)?)
+            Ok(world.weights.commit(99, filled).map(drop)?)
         },
     },
     Mistake {
@@ -303,11 +383,8 @@ const MISTAKES: &[Mistake] = &[
         make: |world| {
             let adapter = adapter("m.q", RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
-            let load = || {
-                world
-                    .weights
-                    .load_with_progress(Slot::new(1), &image, |_| std::panic::resume_unwind(Box::new("on purpose")))
-            };
+            let load =
+                || world.weights.load_with_progress(1, &image, |_| std::panic::resume_unwind(Box::new("on purpose")));
             let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(load)).unwrap_err();
             Err((*panicked.downcast::<&str>().unwrap()).into())
         },
@@ -332,7 +409,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the adapter has rank 16, but the table accepts ranks up to 8",
         make: |world| {
             let adapter = adapter("m.q", 16, 1.0);
-            Ok(world.weights.load(Slot::new(0), &adapter.plan(&world.model, DType::F32)?).map(drop)?)
+            Ok(world.weights.load(0, &adapter.plan(&world.model, DType::F32)?).map(drop)?)
         },
     },
     Mistake {
@@ -341,7 +418,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the adapter was planned as f16, but the table holds f32",
         make: |world| {
             let adapter = adapter("m.q", RANK, 1.0);
-            Ok(world.weights.load(Slot::new(0), &adapter.plan(&world.model, DType::F16)?).map(drop)?)
+            Ok(world.weights.load(0, &adapter.plan(&world.model, DType::F16)?).map(drop)?)
         },
     },
     Mistake {
@@ -350,14 +427,14 @@ const MISTAKES: &[Mistake] = &[
         error: "contiguous bytes, but the largest free block of the weight table has 2048",
         make: |world| {
             let small = world.backend.table(&world.model, DType::F32, capacity(), 2048);
-            Ok(world.load(&small, 0, 1.0)?)
+            Ok(world.load(&small, 0, 1.0).map(drop)?)
         },
     },
     Mistake {
         number: 14,
         what: "a slot is beyond the table",
         error: "slot 2 is not one of the table's 2 slots",
-        make: |world| Ok(world.load(&world.weights, 2, 1.0)?),
+        make: |world| Ok(world.load(&world.weights, 2, 1.0).map(drop)?),
     },
     Mistake {
         number: 19,
@@ -365,7 +442,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the table belongs to an adapter pool, which alone loads and unloads adapters",
         make: |world| {
             let pool = world.pool();
-            Ok(world.load(pool.weights(FIRST).ok_or("no first stream")?, 0, 1.0)?)
+            Ok(world.load(pool.weights(FIRST).ok_or("no first stream")?, 0, 1.0).map(drop)?)
         },
     },
     Mistake {
@@ -381,12 +458,28 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 19,
         what: "a slot is used after the lease and the step",
-        error: "the batch names slot 0 of an adapter pool, which no lease holds",
+        error: "the batch names slot 0, which no lease of the pool's stream holds",
         make: |world| {
             let mut pool = world.pool();
             let id = pool.register(world.source(5.0))?;
             let slot = acquire(&mut pool, id)?.slot();
             pool.end_step(FIRST)?;
+            world.step_of(&pool, FIRST, &[slot])
+        },
+    },
+    Mistake {
+        number: 19,
+        what: "a slot is used after the lease and the step, when another adapter is leased there",
+        error: "the batch names slot 0, which no lease of the pool's stream holds",
+        make: |world| {
+            let mut pool = world.pool();
+            let id = pool.register(world.source(5.0))?;
+            let slot = acquire(&mut pool, id)?.slot();
+            pool.end_step(FIRST)?;
+            pool.unregister(id)?;
+            let id = pool.register(world.source(7.0))?;
+            let lease = acquire(&mut pool, id)?;
+            assert_eq!(lease.slot().index(), slot.index());
             world.step_of(&pool, FIRST, &[slot])
         },
     },
@@ -411,8 +504,8 @@ const MISTAKES: &[Mistake] = &[
             let ranks = InProcess::group(1, Duration::from_secs(60)).pop().ok_or("no rank")?;
             let mut pool = GroupPool::new(ranks, world.pool())?;
             let id = pool.register(Ok(world.source(5.0)))?;
-            let slot = acquire(&mut pool, id)?.slot();
-            Ok(pool.weights(FIRST).ok_or("the first stream")?.unload(slot)?)
+            let _lease = acquire(&mut pool, id)?;
+            Ok(pool.weights(FIRST).ok_or("the first stream")?.unload(0)?)
         },
     },
 ];

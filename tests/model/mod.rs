@@ -18,7 +18,6 @@ use aril::{
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
-    slots::Resident,
 };
 use proptest::prelude::*;
 
@@ -138,15 +137,17 @@ pub trait Device {
 
     fn model(&self) -> &Model;
     /// Loads; with `panics`, the callback for the progress panics.
-    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError>;
+    fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError>;
     /// The parts of a load of the plain table.
     fn reserve(&mut self, image: &SlotImage<'_>) -> Result<Self::Reservation, LoadError>;
     fn fill(&mut self, room: Self::Reservation, image: &SlotImage<'_>, panics: bool)
     -> Result<Self::Filled, LoadError>;
-    fn commit_filled(&mut self, to: Table, slot: Slot, filled: Self::Filled) -> Result<Resident, LoadError>;
-    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError>;
+    fn commit_filled(&mut self, to: Table, slot: usize, filled: Self::Filled) -> Result<Slot, LoadError>;
+    fn unload(&mut self, from: Table, slot: usize) -> Result<(), LoadError>;
     /// Whether the plain table still has all of these.
-    fn check(&self, residents: &[Resident]) -> Result<(), SlotError>;
+    fn check(&self, slots: &[Slot]) -> Result<(), SlotError>;
+    /// Slots of another table, and of leases of another pool.
+    fn strangers(&self) -> &[Slot];
     /// The bytes that the plain table's arena counts, and those of its slots.
     fn used(&self) -> [usize; 2];
     /// What a step adds to each row.
@@ -161,9 +162,9 @@ pub trait Device {
     fn step_beside(
         &mut self,
         slots: &[Slot],
-        to: Slot,
+        to: usize,
         image: &SlotImage<'_>,
-    ) -> (Vec<f32>, Result<Resident, LoadError>);
+    ) -> (Result<Vec<f32>, Refused>, Result<Slot, LoadError>);
     fn register(&mut self, source: Source) -> Result<AdapterId, PoolError>;
     fn unregister(&mut self, id: AdapterId) -> Result<(), PoolError>;
     /// Leases an adapter, once copies have ended and it has been read.
@@ -183,6 +184,8 @@ pub trait Device {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Image {
     Good,
+    /// Another one, as large, than what room was reserved for.
+    Other,
     OtherModel,
     OtherType,
     LargeRank,
@@ -205,22 +208,28 @@ pub enum Fails {
 #[derive(Clone, Copy, Debug)]
 pub enum Row {
     Base,
-    /// Any, also beyond the table.
-    Slot(u16),
-    /// That of a lease, which may have ended.
-    Lease(usize),
+    /// What the plain table has, or that of a lease of the pool, which may have ended: steps may follow until the next end of a step.
+    Own(usize),
+    /// That of a lease on the plain table, or of the plain table in the pool.
+    Other(usize),
+    /// Of an adapter that the plain table has no longer.
+    Outdated(usize),
+    /// That of an earlier lease, also of a pool that is gone.
+    Ended(usize),
+    /// Of another table, or of another pool.
+    Stranger(usize),
 }
 
 #[derive(Clone, Debug)]
 pub enum Call {
-    Load(Table, u16, Image),
+    Load(Table, usize, Image),
     Reserve(Image),
     /// The reservations that are not filled, or filled and not committed, are counted from the oldest one.
     Fill(usize, Image),
-    CommitFilled(Table, usize, u16),
+    CommitFilled(Table, usize, usize),
     DropPending(usize),
-    LoadBeside(u16, Vec<Row>),
-    Unload(Table, u16),
+    LoadBeside(usize, Vec<Row>),
+    Unload(Table, usize),
     Register {
         panics: bool,
     },
@@ -255,6 +264,7 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
     let image = || {
         prop_oneof![
             8 => Just(Image::Good),
+            1 => Just(Image::Other),
             1 => Just(Image::OtherModel),
             1 => Just(Image::OtherType),
             1 => Just(Image::LargeRank),
@@ -262,11 +272,14 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
             2 => Just(Image::Panics),
         ]
     };
-    let slot = || 0..SLOTS as u16 + 1;
+    let slot = || 0..SLOTS + 1;
     let row = prop_oneof![
-        1 => Just(Row::Base),
-        3 => (0..SLOTS as u16 + 2).prop_map(Row::Slot),
-        4 => (0..20_usize).prop_map(Row::Lease),
+        4 => Just(Row::Base),
+        24 => (0..20_usize).prop_map(Row::Own),
+        1 => (0..20_usize).prop_map(Row::Other),
+        1 => (0..20_usize).prop_map(Row::Outdated),
+        1 => (0..20_usize).prop_map(Row::Ended),
+        1 => (0..20_usize).prop_map(Row::Stranger),
     ];
     let rows = || prop::collection::vec(row.clone(), 0..=MAX_TOKENS + 1);
     let of = || {
@@ -340,7 +353,8 @@ struct Held {
 
 /// Room that was reserved in the plain table.
 enum Room<D: Device> {
-    Reserved(D::Reservation),
+    /// For this adapter, whose weights are finite or not, and which adds this number.
+    Reserved(D::Reservation, Box<Adapter>, (bool, f32)),
     Filled(D::Filled, f32),
 }
 
@@ -368,10 +382,12 @@ pub struct Expected<D: Device> {
     other: (Model, Adapter),
     /// The next adapter adds this number.
     next: f32,
-    plain: [Option<(Resident, f32)>; SLOTS],
-    outdated: Vec<Resident>,
+    plain: [Option<(Slot, f32)>; SLOTS],
+    outdated: Vec<Slot>,
     adapters: Vec<Registered>,
     held: Vec<Held>,
+    /// Slots of leases after which a step has ended, and of those of earlier pools.
+    ended: Vec<Slot>,
 }
 
 type Outcome = Result<(), String>;
@@ -403,6 +419,7 @@ impl<D: Device> Expected<D> {
             outdated: Vec::new(),
             adapters: Vec::new(),
             held: Vec::new(),
+            ended: Vec::new(),
         }
     }
 
@@ -421,24 +438,23 @@ impl<D: Device> Expected<D> {
 
     fn call(&mut self, call: &Call) -> Outcome {
         match *call {
-            Call::Load(table, slot, image) => self.load(table, Slot::new(slot), image),
+            Call::Load(table, slot, image) => self.load(table, slot, image),
             Call::Reserve(image) => self.reserve(image),
             Call::Fill(index, image) => self.fill(index, image),
-            Call::CommitFilled(table, index, slot) => self.commit_filled(table, index, Slot::new(slot)),
+            Call::CommitFilled(table, index, slot) => self.commit_filled(table, index, slot),
             Call::DropPending(index) => {
                 if let Some(index) = of(index, self.pending.len()) {
                     drop(self.pending.remove(index));
                 }
                 Ok(())
             }
-            Call::LoadBeside(slot, ref rows) => self.load_beside(Slot::new(slot % SLOTS as u16), rows),
+            Call::LoadBeside(slot, ref rows) => self.load_beside(slot % SLOTS, rows),
             Call::Unload(table, slot) => {
-                let result = self.device.unload(table, Slot::new(slot));
-                let index = usize::from(slot);
-                match (table, index < SLOTS) {
+                let result = self.device.unload(table, slot);
+                match (table, slot < SLOTS) {
                     (Table::Plain, true) => {
                         expect!(result.is_ok(), "{result:?}");
-                        self.outdated.extend(self.plain[index].take().map(|(resident, _)| resident));
+                        self.outdated.extend(self.plain[slot].take().map(|(slot, _)| slot));
                     }
                     (Table::Plain, false) => {
                         expect!(matches!(result, Err(LoadError::Slot(SlotError::NoSuchSlot { .. }))), "{result:?}");
@@ -488,7 +504,8 @@ impl<D: Device> Expected<D> {
                 if self.unless_over(ended)?.is_none() {
                     return Ok(());
                 }
-                self.held.retain(|held| held.lease.is_some() || held.stream != stream);
+                let is_over = |held: &mut Held| held.lease.is_none() && held.stream == stream;
+                self.ended.extend(self.held.extract_if(.., is_over).map(|held| held.slot));
                 self.adapters.iter_mut().for_each(|adapter| adapter.waits_for.retain(|&other| other != stream));
                 Ok(())
             }
@@ -496,6 +513,7 @@ impl<D: Device> Expected<D> {
                 self.device.renew_pool();
                 self.pools += 1;
                 (self.channel_fails, self.is_over) = (false, false);
+                self.ended.extend(self.held.iter().map(|held| held.slot));
                 self.orphans.extend(self.held.drain(..).filter_map(|held| held.lease));
                 for adapter in &mut self.adapters {
                     adapter.is_gone = true;
@@ -534,7 +552,7 @@ impl<D: Device> Expected<D> {
     }
 
     /// An adapter and what it adds, planned for the model that `image` says.
-    fn planned<T>(&mut self, image: Image, call: impl FnOnce(&mut D, &SlotImage<'_>) -> T) -> (T, f32) {
+    fn planned<T>(&mut self, image: Image, call: impl FnOnce(&mut D, &SlotImage<'_>) -> T) -> (T, Adapter, f32) {
         let value = self.number();
         let adapter = match image {
             Image::LargeRank => adapter(2 * MAX_RANK, value, false),
@@ -547,37 +565,47 @@ impl<D: Device> Expected<D> {
             Image::OtherType => adapter.plan(&model, DType::BF16),
             _ => adapter.plan(&model, DType::F32),
         };
-        (call(&mut self.device, &planned.unwrap()), value)
+        let result = call(&mut self.device, &planned.unwrap());
+        (result, adapter, value)
     }
 
     fn reserve(&mut self, image: Image) -> Outcome {
         if self.pending.len() == PENDING {
             return Ok(());
         }
-        let (result, _) = self.planned(image, |device, image| device.reserve(image));
+        let (result, adapter, value) = self.planned(image, |device, image| device.reserve(image));
         match image {
             Image::OtherModel | Image::OtherType | Image::LargeRank => {
                 expect!(matches!(result, Err(LoadError::Slot(_))), "the reservation for {image:?} is not refused");
             }
-            _ => self.pending.push(Room::Reserved(result.map_err(|error| format!("{error:?}"))?)),
+            _ => {
+                let reserved = result.map_err(|error| format!("{error:?}"))?;
+                self.pending.push(Room::Reserved(reserved, Box::new(adapter), (image != Image::NotFinite, value)));
+            }
         }
         Ok(())
     }
 
-    /// Fills a reservation, with another image than it was made for, which is as large.
+    /// Fills a reservation with the adapter that it was made for, or with another one.
     fn fill(&mut self, index: usize, image: Image) -> Outcome {
         let Some(index) = of(index, self.pending.len()) else { return Ok(()) };
-        let room = match self.pending.remove(index) {
-            Room::Reserved(room) => room,
+        let (room, own, (is_finite, value)) = match self.pending.remove(index) {
+            Room::Reserved(room, adapter, number) => (room, adapter, number),
             filled @ Room::Filled(..) => {
                 self.pending.insert(index, filled);
                 return Ok(());
             }
         };
-        let panics = image == Image::Panics;
-        let (result, value) = self.planned(image, |device, image| device.fill(room, image, panics));
+        let is_own = matches!(image, Image::Good | Image::Panics);
+        let result = if is_own {
+            let model = self.device.model().clone();
+            // Planned again, it is the same.
+            self.device.fill(room, &own.plan(&model, DType::F32).unwrap(), image == Image::Panics)
+        } else {
+            self.planned(image, |device, image| device.fill(room, image, false)).0
+        };
         let error = match result {
-            Ok(filled) if image == Image::Good => {
+            Ok(filled) if image == Image::Good && is_finite => {
                 self.pending.push(Room::Filled(filled, value));
                 return Ok(());
             }
@@ -585,30 +613,32 @@ impl<D: Device> Expected<D> {
             Err(error) => error,
         };
         let is_right = match image {
-            Image::Good => false,
-            Image::Panics => matches!(error, LoadError::Panicked { .. }),
-            Image::NotFinite => matches!(error, LoadError::Adapter(_)),
+            Image::Good => !is_finite && matches!(error, LoadError::Adapter(_)),
+            Image::Panics => {
+                matches!(error, LoadError::Panicked { .. }) || !is_finite && matches!(error, LoadError::Adapter(_))
+            }
+            Image::Other | Image::NotFinite => matches!(error, LoadError::Slot(SlotError::OtherImage { .. })),
             _ => matches!(error, LoadError::Slot(_)),
         };
         expect!(is_right, "{error:?}");
         Ok(())
     }
 
-    fn commit_filled(&mut self, table: Table, index: usize, slot: Slot) -> Outcome {
+    fn commit_filled(&mut self, table: Table, index: usize, slot: usize) -> Outcome {
         let Some(index) = of(index, self.pending.len()) else { return Ok(()) };
         let (filled, value) = match self.pending.remove(index) {
             Room::Filled(filled, value) => (filled, value),
-            reserved @ Room::Reserved(_) => {
+            reserved @ Room::Reserved(..) => {
                 self.pending.insert(index, reserved);
                 return Ok(());
             }
         };
         let result = self.device.commit_filled(table, slot, filled);
-        let place = slot.index().and_then(|index| self.plain.get_mut(index)).filter(|_| table == Table::Plain);
+        let place = self.plain.get_mut(slot).filter(|_| table == Table::Plain);
         match place {
             Some(place) => {
-                let resident = result.map_err(|error| format!("{error:?}"))?;
-                self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
+                let slot = result.map_err(|error| format!("{error:?}"))?;
+                self.outdated.extend(place.replace((slot, value)).map(|(slot, _)| slot));
             }
             None => expect!(matches!(result, Err(LoadError::Slot(_))), "{result:?}"),
         }
@@ -634,7 +664,6 @@ impl<D: Device> Expected<D> {
 
     fn replay(&mut self, index: usize, replay: &Replay) -> Outcome {
         let Some(index) = of(index, self.graphs.len()) else { return Ok(()) };
-        let slots = self.slots(&replay.rows);
         let mut recorded = self.graphs.remove(index);
         let Recorded { of: own, pool, captured, .. } = recorded;
         // The tables of pools start steps in their pools alone.
@@ -643,6 +672,7 @@ impl<D: Device> Expected<D> {
             own => own,
         };
         let (of, routing) = replay.of.map_or((own, captured.routing), |(of, routing)| (of, routing % D::ROUTINGS));
+        let slots = self.slots(of, &replay.rows);
         let result = self.device.replay(&mut recorded.graph, of, routing, &slots);
         self.graphs.insert(index, recorded);
         let is_own = match (of, own) {
@@ -652,7 +682,7 @@ impl<D: Device> Expected<D> {
         };
         let has_adapters = slots.iter().any(|slot| *slot != Slot::BASE);
         let values = match self.rows(of, routing, &slots) {
-            Rows::Refused(_) => {
+            Rows::Refused(_) | Rows::Stray(_) => {
                 expect!(result.is_err(), "{slots:?}: the step is not refused: {result:?}");
                 return Ok(());
             }
@@ -677,14 +707,14 @@ impl<D: Device> Expected<D> {
         Ok(())
     }
 
-    fn load(&mut self, table: Table, slot: Slot, image: Image) -> Outcome {
+    fn load(&mut self, table: Table, slot: usize, image: Image) -> Outcome {
         let panics = image == Image::Panics;
-        let (result, value) = self.planned(image, |device, image| device.load(table, slot, image, panics));
-        let place = slot.index().and_then(|index| self.plain.get_mut(index)).filter(|_| table == Table::Plain);
+        let (result, _, value) = self.planned(image, |device, image| device.load(table, slot, image, panics));
+        let place = self.plain.get_mut(slot).filter(|_| table == Table::Plain);
         match (place, image) {
-            (Some(place), Image::Good) => {
-                let resident = result.map_err(|error| format!("{error:?}"))?;
-                self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
+            (Some(place), Image::Good | Image::Other) => {
+                let slot = result.map_err(|error| format!("{error:?}"))?;
+                self.outdated.extend(place.replace((slot, value)).map(|(slot, _)| slot));
                 return Ok(());
             }
             (Some(_), Image::Panics) => expect!(matches!(result, Err(LoadError::Panicked { .. })), "{result:?}"),
@@ -695,23 +725,25 @@ impl<D: Device> Expected<D> {
         Ok(())
     }
 
-    /// Each row of the slot has the old adapter or the new one; all of them the same.
-    fn load_beside(&mut self, slot: Slot, rows: &[Row]) -> Outcome {
-        let slots: Vec<_> = self.slots(rows).into_iter().take(MAX_TOKENS).collect();
-        if slots.iter().any(|slot| slot.index().is_some_and(|index| index >= SLOTS)) {
-            return Ok(());
-        }
-        let old = self.values(&slots);
+    /// The rows have the adapters that their slots name, or the step is refused for that which is replaced.
+    fn load_beside(&mut self, to: usize, rows: &[Row]) -> Outcome {
+        let slots: Vec<_> = self.slots(Of::Table(Table::Plain), rows).into_iter().take(MAX_TOKENS).collect();
+        let Rows::Are(values) = self.rows(Of::Table(Table::Plain), 0, &slots) else { return Ok(()) };
         let value = self.number();
         let adapter = adapter(8, value, false);
         let model = self.device.model().clone();
         let image = adapter.plan(&model, DType::F32).unwrap();
-        let (added, result) = self.device.step_beside(&slots, slot, &image);
-        let place = &mut self.plain[slot.index().unwrap()];
-        let resident = result.map_err(|error| format!("{error:?}"))?;
-        self.outdated.extend(place.replace((resident, value)).map(|(resident, _)| resident));
-        let new = self.values(&slots);
-        expect!(added == old || added == new, "{added:?} is neither {old:?} nor {new:?}");
+        let (added, result) = self.device.step_beside(&slots, to, &image);
+        let loaded = result.map_err(|error| format!("{error:?}"))?;
+        let old = self.plain[to].replace((loaded, value)).map(|(slot, _)| slot);
+        self.outdated.extend(old);
+        match added {
+            Ok(added) => expect!(added == values, "{added:?} instead of {values:?}"),
+            Err(Refused::Operand(OperandError::NotLoaded { slot })) => {
+                expect!(old == Some(slot) && slots.contains(&slot), "{slot:?} was not replaced");
+            }
+            Err(error) => expect!(false, "{error:?}"),
+        }
         Ok(())
     }
 
@@ -740,7 +772,10 @@ impl<D: Device> Expected<D> {
             expect!(matches!(result, Err(PoolError::Full)), "{result:?}");
         } else {
             let lease = result.map_err(|error| format!("{error:?}"))?;
-            let is_own = |held: &Held| (held.adapter == index) == (held.slot == lease.slot());
+            let is_own = |held: &Held| {
+                let is_same = held.adapter == index;
+                is_same == (held.slot == lease.slot()) && is_same == (held.slot.index() == lease.slot().index())
+            };
             expect!(self.held.iter().all(is_own), "{} is that of another adapter", lease.slot());
             let adapter = &mut self.adapters[index];
             if !is_busy[index] {
@@ -766,13 +801,25 @@ impl<D: Device> Expected<D> {
     }
 
     fn step(&mut self, of: Of, routing: usize, rows: &[Row]) -> Outcome {
-        let (slots, routing) = (self.slots(rows), routing % D::ROUTINGS);
+        let (slots, routing) = (self.slots(of, rows), routing % D::ROUTINGS);
         let result = self.device.step(of, routing, &slots);
         match self.rows(of, routing, &slots) {
             Rows::Refused(is_too_long) => {
                 expect!(result.is_err(), "the step of {slots:?} is not refused: {result:?}");
                 let is_named = matches!(result, Err(Refused::Operand(OperandError::Capacity { .. })));
                 expect!(!is_too_long || is_named, "{result:?}");
+            }
+            Rows::Stray(strays) => {
+                let Err(Refused::Operand(error)) = &result else { return Err(format!("{strays:?}: {result:?}")) };
+                let named = match (of, error) {
+                    (_, OperandError::NoSuchSlot { slot, .. }) => {
+                        slot.index().is_some_and(|index| index >= SLOTS).then_some(slot)
+                    }
+                    (Of::Table(_), OperandError::NotLoaded { slot }) => Some(slot),
+                    (Of::Pool(_), OperandError::NotLeased { slot }) => Some(slot),
+                    _ => None,
+                };
+                expect!(named.is_some_and(|named| strays.contains(named)), "{strays:?}: {error:?}");
             }
             Rows::Are(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
         }
@@ -785,39 +832,42 @@ impl<D: Device> Expected<D> {
             let held = self.held.iter().find(|held| (held.stream, held.slot) == (stream, slot));
             held.map(|held| self.adapters[held.adapter].value)
         };
-        // What each row is; `None` where the step is refused for it.
-        let rows: Vec<Option<f32>> = slots
-            .iter()
-            .map(|&slot| match (slot.index(), of) {
-                (None, _) => Some(0.0),
-                (Some(index), _) if index >= SLOTS => None,
-                (Some(index), Of::Table(_)) => Some(self.plain[index].map_or(0.0, |(_, value)| value)),
-                (_, Of::Pool(stream)) => of_lease(stream, slot),
-            })
-            .collect();
-        let is_pooled = matches!(of, Of::Table(Table::Pool));
-        let capacity = routing_capacity(routing);
-        match rows.into_iter().collect::<Option<Vec<_>>>() {
-            Some(_) if is_pooled || capacity.num_slots != SLOTS => Rows::Refused(false),
-            Some(_) if slots.len() > MAX_TOKENS.min(capacity.max_tokens) => Rows::Refused(routing == 0),
-            Some(values) => Rows::Are(values),
-            None => Rows::Refused(false),
+        // What a row is; `None` where the step is refused for it.
+        let value = |slot: Slot| match of {
+            _ if slot == Slot::BASE => Some(0.0),
+            Of::Table(_) => self.plain.iter().flatten().find(|(loaded, _)| *loaded == slot).map(|(_, value)| *value),
+            Of::Pool(stream) => of_lease(stream, slot),
+        };
+        let (is_pooled, capacity) = (matches!(of, Of::Table(Table::Pool)), routing_capacity(routing));
+        let strays: Vec<_> = slots.iter().copied().filter(|&slot| value(slot).is_none()).collect();
+        if is_pooled || capacity.num_slots != SLOTS {
+            Rows::Refused(false)
+        } else if slots.len() > MAX_TOKENS.min(capacity.max_tokens) {
+            Rows::Refused(routing == 0 && strays.is_empty())
+        } else if strays.is_empty() {
+            Rows::Are(slots.iter().filter_map(|&slot| value(slot)).collect())
+        } else {
+            Rows::Stray(strays)
         }
     }
 
-    fn slots(&self, rows: &[Row]) -> Vec<Slot> {
+    fn slots(&self, of_step: Of, rows: &[Row]) -> Vec<Slot> {
+        let loaded: Vec<_> = self.plain.iter().flatten().map(|(slot, _)| *slot).collect();
+        let leased: Vec<_> = self.held.iter().map(|held| held.slot).collect();
+        let (own, other) = match of_step {
+            Of::Table(_) => (&loaded, &leased),
+            Of::Pool(_) => (&leased, &loaded),
+        };
+        let any = |slots: &[Slot], index| of(index, slots.len()).map_or(Slot::BASE, |index| slots[index]);
         let slot = |row: &Row| match *row {
             Row::Base => Slot::BASE,
-            Row::Slot(slot) => Slot::new(slot),
-            Row::Lease(index) => of(index, self.held.len()).map_or(Slot::BASE, |index| self.held[index].slot),
+            Row::Own(index) => any(own, index),
+            Row::Other(index) => any(other, index),
+            Row::Outdated(index) => any(&self.outdated, index),
+            Row::Ended(index) => any(&self.ended, index),
+            Row::Stranger(index) => any(self.device.strangers(), index),
         };
         rows.iter().map(slot).collect()
-    }
-
-    /// What the plain table adds.
-    fn values(&self, slots: &[Slot]) -> Vec<f32> {
-        let value = |slot: &Slot| slot.index().and_then(|index| self.plain[index]).map_or(0.0, |(_, value)| value);
-        slots.iter().map(value).collect()
     }
 
     fn is_leased(&self, adapter: usize) -> bool {
@@ -830,14 +880,15 @@ impl<D: Device> Expected<D> {
     }
 
     fn check(&mut self) -> Outcome {
-        let residents: Vec<_> = self.plain.iter().flatten().map(|(resident, _)| *resident).collect();
-        expect!(self.device.check(&residents).is_ok(), "a resident is gone");
-        let stale = self.outdated.iter().find(|resident| self.device.check(&[**resident]).is_ok());
-        expect!(stale.is_none(), "{stale:?} is still there");
-        let [used, loaded] = self.device.used();
+        let loaded: Vec<_> = self.plain.iter().flatten().map(|(slot, _)| *slot).collect();
+        expect!(self.device.check(&loaded).is_ok(), "an adapter is gone");
+        let mut stale = self.outdated.iter().chain(self.device.strangers());
+        let stale = stale.find(|slot| self.device.check(&[**slot]).is_ok());
+        expect!(stale.is_none(), "{stale:?} is there");
+        let [used, in_slots] = self.device.used();
         let pending = self.pending.len() * (BYTES + D::ROW_BYTES);
-        let expected = residents.len() * BYTES;
-        expect!((used, loaded) == (expected + pending, expected), "{used} bytes, of which {loaded} are loaded");
+        let expected = loaded.len() * BYTES;
+        expect!((used, in_slots) == (expected + pending, expected), "{used} bytes, of which {in_slots} are loaded");
         Ok(())
     }
 
@@ -865,6 +916,8 @@ impl<D: Device> Expected<D> {
 enum Rows {
     /// There are none: the step is refused, for its length alone if this says so.
     Refused(bool),
+    /// Nor here: it is refused for one of these slots, by its name.
+    Stray(Vec<Slot>),
     Are(Vec<f32>),
 }
 
@@ -878,6 +931,10 @@ fn of(index: usize, len: usize) -> Option<usize> {
 pub enum Promise {
     /// A step refuses what it may not use.
     RefusesSteps,
+    /// It refuses the slots of others, of adapters that are gone and of leases that have ended, and does not take what is there now.
+    RefusesSlots,
+    /// Room is for the adapter that it was reserved for.
+    OwnRoom,
     /// A replay refuses what it may not use.
     RefusesReplays,
     /// A row is its own token's.
@@ -898,8 +955,10 @@ pub enum Promise {
     OwnStream,
 }
 
-pub const PROMISES: [Promise; 10] = [
+pub const PROMISES: [Promise; 12] = [
     Promise::RefusesSteps,
+    Promise::RefusesSlots,
+    Promise::OwnRoom,
     Promise::RefusesReplays,
     Promise::OwnRow,
     Promise::Unloads,
@@ -942,7 +1001,7 @@ impl<D: Device> Device for Broken<D> {
         self.device.model()
     }
 
-    fn load(&mut self, to: Table, slot: Slot, image: &SlotImage<'_>, panics: bool) -> Result<Resident, LoadError> {
+    fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError> {
         let to = if self.breaks(Promise::Owner) { Table::Plain } else { to };
         let result = self.device.load(to, slot, image, panics);
         if result.is_err() && self.breaks(Promise::LoadsWhole) {
@@ -957,22 +1016,31 @@ impl<D: Device> Device for Broken<D> {
     }
 
     fn fill(&mut self, room: D::Reservation, image: &SlotImage<'_>, panics: bool) -> Result<D::Filled, LoadError> {
+        if self.breaks(Promise::OwnRoom) {
+            drop(room);
+            let room = self.device.reserve(image)?;
+            return self.device.fill(room, image, panics);
+        }
         self.device.fill(room, image, panics)
     }
 
-    fn commit_filled(&mut self, to: Table, slot: Slot, filled: D::Filled) -> Result<Resident, LoadError> {
+    fn commit_filled(&mut self, to: Table, slot: usize, filled: D::Filled) -> Result<Slot, LoadError> {
         self.device.commit_filled(to, slot, filled)
     }
 
-    fn unload(&mut self, from: Table, slot: Slot) -> Result<(), LoadError> {
-        if self.breaks(Promise::Unloads) && from == Table::Plain && slot.index().is_some_and(|index| index < SLOTS) {
+    fn unload(&mut self, from: Table, slot: usize) -> Result<(), LoadError> {
+        if self.breaks(Promise::Unloads) && from == Table::Plain && slot < SLOTS {
             return Ok(());
         }
         self.device.unload(from, slot)
     }
 
-    fn check(&self, residents: &[Resident]) -> Result<(), SlotError> {
-        self.device.check(residents)
+    fn check(&self, slots: &[Slot]) -> Result<(), SlotError> {
+        self.device.check(slots)
+    }
+
+    fn strangers(&self) -> &[Slot] {
+        self.device.strangers()
     }
 
     fn used(&self) -> [usize; 2] {
@@ -983,6 +1051,11 @@ impl<D: Device> Device for Broken<D> {
         let result = self.device.step(of, routing, slots);
         match result {
             Err(_) if self.breaks(Promise::RefusesSteps) => Ok(vec![0.0; slots.len()]),
+            Err(Refused::Operand(OperandError::NotLoaded { .. } | OperandError::NotLeased { .. }))
+                if self.breaks(Promise::RefusesSlots) =>
+            {
+                Ok(vec![0.0; slots.len()])
+            }
             Ok(mut added) if self.breaks(Promise::OwnRow) => {
                 added.reverse();
                 Ok(added)
@@ -1011,9 +1084,9 @@ impl<D: Device> Device for Broken<D> {
     fn step_beside(
         &mut self,
         slots: &[Slot],
-        to: Slot,
+        to: usize,
         image: &SlotImage<'_>,
-    ) -> (Vec<f32>, Result<Resident, LoadError>) {
+    ) -> (Result<Vec<f32>, Refused>, Result<Slot, LoadError>) {
         self.device.step_beside(slots, to, image)
     }
 

@@ -8,8 +8,9 @@ use std::{
 
 use aril::{
     DType, Slot,
-    cpu::Workspace,
+    cpu::{WeightTable, Workspace},
     error::OperandError,
+    plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source, StreamId, Tier},
     routing::Batch,
 };
@@ -124,23 +125,10 @@ fn a_step_refuses_slots_that_no_lease_holds() {
     let mut setup = Setup::new(2, 3);
     let other = setup.pool.add_stream();
     let ids = [1.0, 2.0].map(|value| setup.adding(value));
-    for slot in [0, 1].map(Slot::new) {
-        assert!(is_refused(&setup, slot));
-    }
-    for slot in [2, 8191].map(Slot::new) {
-        let error = setup.pool.step(STREAM, &Batch::new(&[slot]), &mut Workspace::default()).unwrap_err();
-        assert_eq!(error, OperandError::NoSuchSlot { slot, num_slots: 2 });
-    }
     assert!(!is_refused(&setup, Slot::BASE));
-    // On the device, but not leased.
-    setup.pool.prefetch(ids[1]).unwrap();
-    setup.settle();
-    let prefetched = setup.pool.residency(ids[1]).unwrap().slot.unwrap();
-    assert!(is_refused(&setup, prefetched));
-
     let leases = [setup.lease(ids[0]), setup.lease(ids[0])];
     let slot = leases[0].slot();
-    assert!(!is_refused(&setup, slot) && is_refused(&setup, prefetched));
+    assert!(!is_refused(&setup, slot) && slot == leases[1].slot());
     let [first, second] = leases;
     drop(first);
     setup.pool.end_step(STREAM).unwrap();
@@ -166,8 +154,80 @@ fn a_step_refuses_slots_that_no_lease_holds() {
 
     // A request that kept its slot across an eviction is refused, and not served by the base model.
     setup.pool.unregister(ids[0]).unwrap();
-    assert!(setup.pool.weights(STREAM).unwrap().get(slot).is_none() && is_refused(&setup, slot));
+    assert!(setup.pool.weights(STREAM).unwrap().loaded().is_empty() && is_refused(&setup, slot));
     setup.finish();
+}
+
+/// A request that kept its slot is refused, whichever adapter is leased there now.
+#[test]
+fn a_step_refuses_the_slot_of_an_ended_lease() {
+    let mut setup = Setup::new(1, 2);
+    let ids = [1.0, 1000.0].map(|value| setup.adding(value));
+    let lease = setup.lease(ids[0]);
+    let slot = lease.slot();
+    drop(lease);
+    setup.pool.end_step(STREAM).unwrap();
+    assert!(is_refused(&setup, slot));
+    let lease = setup.lease(ids[1]);
+    assert_eq!(lease.slot().index(), slot.index());
+    assert!(is_refused(&setup, slot) && !is_refused(&setup, lease.slot()));
+    assert_eq!(setup.step(&[&lease]), [1000.0]);
+    drop(lease);
+    setup.pool.end_step(STREAM).unwrap();
+    // Another copy of the same adapter.
+    let lease = setup.lease(ids[0]);
+    assert!(is_refused(&setup, slot) && !is_refused(&setup, lease.slot()));
+    // Leases of one copy have one slot, and any of them holds it.
+    let (slot, other) = (lease.slot(), setup.lease(ids[0]));
+    assert_eq!(slot, other.slot());
+    drop(lease);
+    setup.pool.end_step(STREAM).unwrap();
+    assert!(!is_refused(&setup, slot));
+    drop(other);
+    setup.pool.end_step(STREAM).unwrap();
+    assert!(is_refused(&setup, slot));
+    setup.finish();
+}
+
+/// Nor does a table take the slots of leases, whether or not it belongs to the pool.
+#[test]
+fn a_step_refuses_the_slots_of_other_pools_and_of_tables() {
+    let mut setup = Setup::new(2, 2);
+    let mut elsewhere = Setup::new(2, 2);
+    let adapters = [1.0, 2.0].map(|value| adapter(8, value));
+    let capacity = Capacity::tokens(8).slots(2).rank(64);
+    let table = WeightTable::new(&setup.model, DType::F32, capacity, 2 * BYTES).unwrap();
+    let strangers = [0, 1].map(|index| {
+        let of_table = table.load(index, &adapters[index].plan(&setup.model, DType::F32).unwrap()).unwrap();
+        let id = elsewhere.memory(Arc::clone(&adapters[index]));
+        (elsewhere.lease(id), of_table)
+    });
+    let ids = [3.0, 4.0].map(|value| setup.adding(value));
+    let mut leases = Vec::new();
+    for number in 0..3 {
+        // None of the pool's slots is leased, then one, then both.
+        if let Some(&id) = ids.get(number) {
+            for (lease, of_table) in &strangers {
+                assert!(is_refused(&setup, lease.slot()) && is_refused(&setup, *of_table));
+            }
+            leases.push(setup.lease(id));
+        }
+        // What the pool's own table says of its slots is no lease.
+        for info in setup.pool.weights(STREAM).unwrap().loaded() {
+            assert!(is_refused(&setup, info.slot));
+        }
+    }
+    assert_eq!(setup.step(&leases.iter().collect::<Vec<_>>()), [3.0, 4.0]);
+    for lease in &leases {
+        let slot = lease.slot();
+        let refused = table.step(&Batch::new(&[slot]), &mut Workspace::default()).map(drop);
+        assert_eq!(refused, Err(OperandError::NotLoaded { slot }));
+    }
+    drop((leases, strangers));
+    setup.pool.end_step(STREAM).unwrap();
+    elsewhere.pool.end_step(STREAM).unwrap();
+    setup.finish();
+    elsewhere.finish();
 }
 
 /// Whichever of them leased first, and whichever ends its step first.

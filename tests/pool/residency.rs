@@ -7,7 +7,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     cpu::{AdapterPool, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{Experts, ModelSpec, TpRank},
@@ -440,9 +440,9 @@ fn the_pool_alone_changes_its_table() {
     let image = adapter.plan(&setup.model, DType::F32).unwrap();
     let weights = setup.pool.weights(StreamId::FIRST).unwrap().clone();
     let is_refused = |error: LoadError| matches!(error, LoadError::Slot(SlotError::Pooled));
-    assert!(is_refused(weights.load(Slot::new(1), &image).unwrap_err()));
+    assert!(is_refused(weights.load(1, &image).unwrap_err()));
     assert!(is_refused(weights.reserve(&image).unwrap_err()));
-    assert!(is_refused(weights.unload(lease.slot()).unwrap_err()));
+    assert!(is_refused(weights.unload(0).unwrap_err()));
     let (slots, mut workspace) = ([lease.slot()], Workspace::default());
     assert_eq!(weights.step(&Batch::new(&slots), &mut workspace).unwrap_err(), OperandError::Pooled);
     assert_eq!(setup.step(&[&lease]), [1.0]);
@@ -484,7 +484,7 @@ fn one_call_says_where_the_adapters_are() {
     let tiers = [Tier::Host, Tier::Device, Tier::Device, Tier::Source];
     let want: Vec<_> = (0..4).map(|i| (ids[i], tiers[i], usize::from(i == 2), i == 1)).collect();
     assert_eq!(seen, want);
-    assert_eq!(setup.pool.residency(ids[2]).unwrap().slot, Some(lease.slot()));
+    assert_eq!(setup.pool.residency(ids[2]).unwrap().slot, lease.slot().index());
     let snapshot = setup.pool.snapshot();
     assert_eq!((snapshot.adapters, snapshot.resident, snapshot.host, snapshot.reading), (4, 2, 3, 0));
     assert_eq!((snapshot.leased, snapshot.leases, snapshot.pinned, snapshot.copying), (1, 1, 1, 0));

@@ -3,8 +3,10 @@
 use std::time::Duration;
 
 use aril::{
+    error::OperandError,
     plan::{MAX_SLOTS, PlanError},
     pool::{AdapterId, PoolConfig, PoolError, SimulatedPool, StreamId, Tier, Work},
+    routing::Batch,
 };
 
 const BYTES: usize = 1000;
@@ -95,6 +97,25 @@ fn a_slot_is_free_after_the_step() {
     pool.end_step(STREAM).unwrap();
     run(&mut pool);
     assert_eq!(tiers(&pool, [a, b]), [Tier::Host, Tier::Device]);
+}
+
+/// As on a device.
+#[test]
+fn a_step_refuses_the_slot_of_an_ended_lease() {
+    let (mut pool, [a, b]) = pool(1, 2);
+    let lease = |pool: &mut SimulatedPool, id| {
+        pool.prefetch(id).unwrap();
+        run(pool);
+        pool.acquire(id, STREAM).unwrap()
+    };
+    let first = lease(&mut pool, a);
+    let slots = [first.slot()];
+    let batch = Batch::new(&slots);
+    pool.step(STREAM, &batch, &mut ()).unwrap();
+    drop(first);
+    pool.end_step(STREAM).unwrap();
+    let _second = lease(&mut pool, b);
+    assert_eq!(pool.step(STREAM, &batch, &mut ()), Err(OperandError::NotLeased { slot: slots[0] }));
 }
 
 /// A batch takes the room of adapters that are being read. Their reads end in host memory.

@@ -8,7 +8,10 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::{Lora, adapter},
+    common::{
+        adapters::{Lora, adapter},
+        cpu::slots,
+    },
     numbers::{RANK, SLOTS, TOKENS, delta, integers, module, table},
 };
 
@@ -86,7 +89,8 @@ fn check(groups: &[usize], size: usize, inter: usize, shared: Shared) -> bool {
         let local: Vec<i32> = ids.iter().map(local).collect();
         let top_k = TopK::new(&local, TOP_K).unwrap().with_weights(&router).unwrap();
         let mut workspace = Workspace::default();
-        let mut step = weights.step(&Batch::new(&SLOTS), &mut workspace).unwrap();
+        let slots = slots(&weights, SLOTS);
+        let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
         let experts = LoraExperts::new(&weights, id).unwrap();
 
         let (x, mut y) = (Matrix::new(&x, TOKENS, HIDDEN).unwrap(), vec![0.0; ROUTES * 2 * width]);
@@ -117,7 +121,7 @@ fn check(groups: &[usize], size: usize, inter: usize, shared: Shared) -> bool {
         let token = route / TOP_K;
         let expected = |lora: &Lora, x: &[f32]| {
             let delta = delta(lora, x);
-            if SLOTS[token].index().is_some() { delta } else { vec![0.0; delta.len()] }
+            if SLOTS[token] >= 0 { delta } else { vec![0.0; delta.len()] }
         };
         let x = &x[token * HIDDEN..][..HIDDEN];
         let both = [expected(&gate[expert], x), expected(&up[expert], x)].concat();

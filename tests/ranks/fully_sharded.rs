@@ -1,7 +1,7 @@
 //! Fully sharded layers: each rank has a part of A and of B, and the ranks exchange `v` between shrink and expand.
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, ModuleKind},
     cpu::{FullyShardedLinear, FusedLinear, LoraLinear, Matrix, MatrixMut, Step, WeightTable, Workspace},
     error::OperandError,
@@ -14,7 +14,7 @@ use crate::{
     common::{
         adapters::{Lora, adapter},
         compare::Place,
-        cpu::matrix_mut,
+        cpu::{matrix_mut, slots},
         slices::SliceBuffers,
     },
     layout::{Layout, check_all},
@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// The first two tokens have adapters of different ranks.
-const SLOTS: [Slot; TOKENS] = [Slot::new(0), Slot::new(1), Slot::BASE];
+const SLOTS: [i32; TOKENS] = [0, 1, -1];
 
 fn fully_sharded(spec: &ModelSpec, rank: usize, size: usize) -> Result<Model, SpecError> {
     spec.shard(Shard::new(TpRank::new(rank, size).unwrap()).fully_sharded())
@@ -76,9 +76,9 @@ impl Layout {
         let x = integers(1, TOKENS * self.inputs);
         let v = exchanged(id, &ranks, &x, self.inputs);
         // By token: the deltas of all modules, one after the other.
-        let whole = SLOTS.iter().zip(x.chunks(self.inputs)).map(|(slot, x)| match slot.index() {
-            Some(i) => loras[i].iter().flat_map(|lora| delta(lora, x)).collect(),
-            None => vec![0.0; loras[1][0].out_features],
+        let whole = SLOTS.iter().zip(x.chunks(self.inputs)).map(|(slot, x)| match usize::try_from(*slot) {
+            Ok(slot) => loras[slot].iter().flat_map(|lora| delta(lora, x)).collect(),
+            Err(_) => vec![0.0; loras[1][0].out_features],
         });
         let whole: Vec<Vec<f32>> = whole.collect();
         let mut sum = vec![0.0; TOKENS * whole[0].len()];
@@ -173,7 +173,7 @@ fn expanded(id: LinearId, weights: &WeightTable, (v, [rows, cols]): &(Vec<f32>, 
 
 fn with_step(weights: &WeightTable, run: impl FnOnce(&Step<'_>)) {
     let mut workspace = Workspace::default();
-    run(&weights.step(&Batch::new(&SLOTS), &mut workspace).unwrap());
+    run(&weights.step(&Batch::new(&slots(weights, SLOTS)), &mut workspace).unwrap());
 }
 
 #[test]

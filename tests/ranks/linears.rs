@@ -8,7 +8,7 @@ use aril::{
 };
 
 use crate::{
-    common::adapters::adapter,
+    common::{adapters::adapter, cpu::slots},
     layout::{Layout, check_all},
     numbers::{SLOTS, TOKENS, delta, group, integers, module},
 };
@@ -68,7 +68,7 @@ impl Layout {
                 if self.parallel != Parallel::Row {
                     for (token, y) in y.chunks(site.out_features()).enumerate() {
                         let expected = held.iter().map(|row| row.map_or(0.0, |row| deltas[token][module][row]));
-                        let expected = expected.map(|delta| if SLOTS[token].index().is_some() { delta } else { 0.0 });
+                        let expected = expected.map(|delta| if SLOTS[token] >= 0 { delta } else { 0.0 });
                         assert!(expected.eq(y[first..][..held.len()].iter().copied()), "{}", slice.module());
                     }
                 }
@@ -79,9 +79,8 @@ impl Layout {
         assert!(held_by.iter().flatten().all(|&ranks| ranks > 0));
         if self.parallel == Parallel::Row {
             let tokens = deltas.iter().zip(SLOTS);
-            let masked = tokens.map(|(delta, slot)| {
-                delta.concat().into_iter().map(move |d| if slot.index().is_some() { d } else { 0.0 })
-            });
+            let masked =
+                tokens.map(|(delta, slot)| delta.concat().into_iter().map(move |d| if slot >= 0 { d } else { 0.0 }));
             assert!(masked.flatten().eq(sums), "the sum of all ranks");
         }
     }
@@ -92,7 +91,8 @@ fn run(weights: &WeightTable, id: LinearId, x: &[f32]) -> Vec<f32> {
     let site = &weights.model()[id];
     let mut y = vec![0.0; TOKENS * site.out_features()];
     let mut workspace = Workspace::default();
-    let mut step = weights.step(&Batch::new(&SLOTS), &mut workspace).unwrap();
+    let slots = slots(weights, SLOTS);
+    let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
     let x = Matrix::new(x, TOKENS, site.in_features()).unwrap();
     let layer = LoraLinear::new(weights, id).unwrap();
     layer.add_delta(&mut step, x, MatrixMut::new(&mut y, TOKENS, site.out_features()).unwrap()).unwrap();

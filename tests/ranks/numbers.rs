@@ -1,7 +1,7 @@
 //! Small integers, whose sums are exact in `f32`, and the reference's deltas of whole layers.
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, ModuleKind, SlotImage},
     cpu::WeightTable,
     model::{Model, ModelSpec, TpRank},
@@ -14,7 +14,7 @@ use crate::common::adapters::Lora;
 pub(crate) const TOKENS: usize = 3;
 pub(crate) const RANK: usize = 3;
 /// The first and the last token have the adapter.
-pub(crate) const SLOTS: [Slot; TOKENS] = [Slot::new(0), Slot::BASE, Slot::new(0)];
+pub(crate) const SLOTS: [i32; TOKENS] = [0, -1, 0];
 
 /// Integers from -2 to 2 that look random.
 pub(crate) fn integers(seed: usize, len: usize) -> Vec<f32> {
@@ -57,7 +57,7 @@ pub(crate) fn table(model: &Model, adapters: &[Adapter]) -> WeightTable {
     let capacity = Capacity::tokens(TOKENS).slots(images.len()).rank(max_rank);
     let weights = WeightTable::new(model, DType::F32, capacity, WeightTable::arena_bytes(&images)).unwrap();
     for (slot, image) in images.iter().enumerate() {
-        weights.load(Slot::new(slot as u16), image).unwrap();
+        weights.load(slot, image).unwrap();
     }
     weights
 }

@@ -150,7 +150,7 @@ fn segments(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("segments");
     for (tokens, num_slots) in [(64, 8), (256, 64), (8192, 64)] {
         // Scattered over the slots.
-        let slots: Vec<Slot> = (0..tokens).map(|token| Slot::new((token * 7919 % num_slots) as u16)).collect();
+        let slots: Vec<i32> = (0..tokens).map(|token| (token * 7919 % num_slots) as i32).collect();
         let segments = Segments::new(&slots, num_slots);
         assert_eq!(segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>(), tokens);
         group.throughput(Throughput::Elements(tokens as u64));
@@ -204,15 +204,18 @@ fn cpu(criterion: &mut Criterion) {
     for workload in workloads() {
         let (model, id) = workload.linear_model().expect("it is a model");
         let weights = WeightTable::new(&model, DType::BF16, workload.capacity(), ARENA_BYTES).expect("it is a table");
+        let mut loaded = Vec::new();
         for (slot, adapter) in data.adapters(&workload, 0).expect("they are adapters").iter().enumerate() {
             let image = adapter.plan(&model, DType::BF16).expect("it fits the model");
-            weights.load(Slot::new(slot as u16), &image).expect("it fits the table");
+            loaded.push(weights.load(slot, &image).expect("it fits the table"));
         }
         let (tokens, cols) = (workload.num_tokens(), workload.out_features());
         let x: Vec<bf16> = data.inputs.range(0, tokens * workload.in_features).collect();
         let bases: Vec<bf16> = data.bases.range(0, tokens * cols).collect();
         let layer = LoraLinear::new(&weights, id).expect("it is of the model");
-        let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+        let slot = |slot: &i32| usize::try_from(*slot).map_or(Slot::BASE, |slot| loaded[slot]);
+        let slots: Vec<Slot> = workload.slots.iter().map(slot).collect();
+        let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
         let mut run = |y: &mut [bf16]| {
             let x = Matrix::new(&x, tokens, workload.in_features).expect("it has as many rows");
             let y = MatrixMut::new(y, tokens, cols).expect("it has as many rows");

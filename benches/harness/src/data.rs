@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, ops::Range};
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{
         Adapter, Tensor,
         layout::{B, EmbeddingA, LinearA},
@@ -83,7 +83,7 @@ impl Data {
         let layout = SetLayout::new(workload);
         let mut tokens: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for &token in got.keys() {
-            tokens.entry(workload.slots[token].index().unwrap_or(0)).or_default().push(token);
+            tokens.entry(usize::try_from(workload.slots[token]).unwrap_or(0)).or_default().push(token);
         }
         let (error, norm) = tokens
             .par_iter()
@@ -235,8 +235,8 @@ fn transposed(values: Vec<bf16>, cols: usize) -> Vec<bf16> {
 }
 
 /// Evenly spread tokens that have an adapter, the first and the last among them.
-pub fn checked_tokens(slots: &[Slot]) -> Vec<usize> {
-    let adapted: Vec<usize> = (0..slots.len()).filter(|&token| slots[token].index().is_some()).collect();
+pub fn checked_tokens(slots: &[i32]) -> Vec<usize> {
+    let adapted: Vec<usize> = (0..slots.len()).filter(|&token| slots[token] >= 0).collect();
     let count = adapted.len().min(CHECKED_TOKENS);
     (0..count).map(|i| adapted[if count > 1 { i * (adapted.len() - 1) / (count - 1) } else { 0 }]).collect()
 }

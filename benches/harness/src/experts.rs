@@ -9,7 +9,6 @@ use std::{
 };
 
 use aril::{
-    Slot,
     model::{self, Experts, ExpertsId, Halves, ModelSpec, TpRank},
     plan::Capacity,
     reference::{self, Factors},
@@ -54,7 +53,8 @@ pub struct ExpertsWorkload {
     pub shape: Shape,
     /// By slot.
     pub adapters: Vec<ExpertsAdapter>,
-    pub slots: Vec<Slot>,
+    /// By token: the number of the slot, or -1.
+    pub slots: Vec<i32>,
     pub router: Router,
 }
 
@@ -171,7 +171,7 @@ impl ExpertsWorkload {
     pub fn bytes(&self, choices: usize) -> Bytes {
         let Shape { hidden, inter, .. } = self.shape;
         let weights: usize = (0..choices).map(|choice| self.weight_elems(&self.chosen(choice))).sum();
-        let tokens = self.slots.iter().filter(|slot| slot.index().is_some()).count();
+        let tokens = self.slots.iter().filter(|&&slot| slot >= 0).count();
         let routes = tokens * self.shape.top_k;
         Bytes {
             weights: weights * BF16 / choices,
@@ -184,7 +184,7 @@ impl ExpertsWorkload {
         let Shape { hidden, inter, num_experts, top_k, .. } = self.shape;
         let mut used = vec![false; self.adapters.len() * num_experts];
         for (slot, ids) in self.slots.iter().zip(ids.chunks(top_k)) {
-            let Some(slot) = slot.index() else { continue };
+            let Ok(slot) = usize::try_from(*slot) else { continue };
             ids.iter().for_each(|id| used[slot * num_experts + id.cast_unsigned() as usize] = true);
         }
         let of_adapter = |(adapter, used): (&ExpertsAdapter, &[bool])| {
@@ -197,8 +197,8 @@ impl ExpertsWorkload {
 
     pub fn flops(&self) -> usize {
         let Shape { hidden, inter, top_k, .. } = self.shape;
-        let of_token = |slot: &Slot| {
-            let ExpertsAdapter { rank, shared_outer } = slot.index().map(|slot| self.adapters[slot])?;
+        let of_token = |&slot: &i32| {
+            let ExpertsAdapter { rank, shared_outer } = usize::try_from(slot).ok().map(|slot| self.adapters[slot])?;
             let shrunk = if shared_outer { 1 } else { top_k };
             Some(2 * rank * (shrunk * 2 * hidden + top_k * (3 * inter + hidden)))
         };
@@ -253,7 +253,7 @@ impl ExpertsWorkload {
     ) -> [Squares; 2] {
         let Shape { hidden, inter, top_k, halves, .. } = self.shape;
         let mut squares = [Squares::default(); 2];
-        let Some(slot) = self.slots[token].index() else { return squares };
+        let Ok(slot) = usize::try_from(self.slots[token]) else { return squares };
         let [inputs, outputs] = self.of_down();
         for module in MODULES {
             let is_down = usize::from(module == DOWN);

@@ -3,11 +3,10 @@
 use std::{collections::BTreeMap, iter::repeat_n, sync::Arc};
 
 use aril::{
-    DType, Slot,
+    DType,
     cuda::{LoraEmbedding, LoraLinear, Workspace, raw},
     model::{LinearId, Model},
     plan::{ForwardPlan, WorkspaceBytes},
-    routing::Batch,
 };
 use half::bf16;
 
@@ -291,7 +290,7 @@ impl<'a> Layer<'a> {
         }?;
         for slot in 0..positions {
             // SAFETY: as above.
-            unsafe { stack.set(slot, &self.table(set), Slot::new(u16::try_from(slot)?), stream) }?;
+            unsafe { stack.set(slot, &self.table(set), Some(slot), stream) }?;
         }
         Ok(Stacked { stack, _memory: memory })
     }
@@ -379,7 +378,7 @@ impl<'a> Layer<'a> {
         let set = self.num_sets - 1;
         self.add_delta(set)?;
         let row = |token| self.row(token);
-        for token in (0..slots.len()).filter(|&token| slots[token].index().is_none()) {
+        for token in (0..slots.len()).filter(|&token| slots[token] < 0) {
             if !row(token)?.into_iter().eq(data.bases.range(token * cols, cols)) {
                 return Err(format!("token {token} has no adapter, but its output was changed").into());
             }
@@ -426,20 +425,20 @@ impl Consumer {
         if num_tokens <= MOST_TOKENS_APART {
             return Ok(None);
         }
-        let (routing, routing_memory, base_batch) = route(gpu, workload, &vec![Slot::BASE; num_tokens])?;
+        let (routing, routing_memory, base_batch) = route(gpu, workload, &vec![-1; num_tokens])?;
         let out = gpu.alloc(elem_bytes(num_tokens * features))?;
         Ok(Some(Self { base_batch, _routing: routing, _routing_memory: routing_memory, features, out }))
     }
 }
 
 /// Routes a batch of these slots.
-fn route(gpu: &Gpu, workload: &Workload, slots: &[Slot]) -> Result<(raw::Routing, Memory, raw::RoutedBatch)> {
+fn route(gpu: &Gpu, workload: &Workload, slots: &[i32]) -> Result<(raw::Routing, Memory, raw::RoutedBatch)> {
     let capacity = workload.capacity();
     let memory = gpu.alloc(raw::Routing::device_bytes(capacity)?)?;
     // SAFETY: the memory lives as long as the routing, and is its own.
     let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }?;
     // SAFETY: the stream is alive and not capturing.
-    let batch = unsafe { routing.update(&Batch::new(slots), gpu.raw_stream()) }?;
+    let batch = unsafe { routing.update(slots, None, gpu.raw_stream()) }?;
     Ok((routing, memory, batch))
 }
 

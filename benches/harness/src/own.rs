@@ -1,6 +1,6 @@
 //! The workloads that only aril is measured on.
 
-use aril::{Slot, model::Halves};
+use aril::model::Halves;
 
 use crate::{
     Result,
@@ -211,9 +211,8 @@ fn vocabulary(lm_head: &Workload, embedding: &Workload) -> Vec<Workload> {
 
 /// Batches in which no token has an adapter.
 fn idle(layer: &Workload) -> Vec<Workload> {
-    let of = |tokens| {
-        workload(layer, "no adapter in use", &format!("r16/t{tokens}/none"), vec![16; 8], vec![Slot::BASE; tokens])
-    };
+    let of =
+        |tokens| workload(layer, "no adapter in use", &format!("r16/t{tokens}/none"), vec![16; 8], vec![-1; tokens]);
     [1, 64, 4096].map(of).to_vec()
 }
 
@@ -223,7 +222,7 @@ fn find(list: &[Workload], model: &str, layer: &str) -> Result<Workload> {
 }
 
 /// `layer` with other adapters.
-fn workload(layer: &Workload, class: &str, id: &str, ranks: Vec<usize>, slots: Vec<Slot>) -> Workload {
+fn workload(layer: &Workload, class: &str, id: &str, ranks: Vec<usize>, slots: Vec<i32>) -> Workload {
     let id = format!("own/{}/{}/{id}", layer.model, layer.layer);
     Workload { id, suite: Suite::Own, tag: class.to_owned(), ranks, slots, ..layer.clone() }
 }
@@ -259,7 +258,7 @@ fn experts(
 }
 
 /// Gives each slot about as many tokens as any other, and neighbouring tokens different slots.
-fn scattered(tokens: u16, slots: impl Iterator<Item = u16>) -> Vec<Slot> {
+fn scattered(tokens: u16, slots: impl Iterator<Item = u16>) -> Vec<i32> {
     let slots: Vec<u16> = slots.collect();
-    (0..usize::from(tokens)).map(|token| Slot::new(slots[token * 7 % slots.len()])).collect()
+    (0..usize::from(tokens)).map(|token| slots[token * 7 % slots.len()].into()).collect()
 }

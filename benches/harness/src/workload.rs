@@ -4,7 +4,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use aril::{
-    Slot,
     model::{EmbeddingId, Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
 };
@@ -39,7 +38,8 @@ pub struct Workload {
     pub out_slices: Vec<usize>,
     /// The ranks of all resident adapters, in use or not, by slot.
     pub ranks: Vec<usize>,
-    pub slots: Vec<Slot>,
+    /// By token: the number of the slot, or -1.
+    pub slots: Vec<i32>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, ValueEnum)]
@@ -222,7 +222,7 @@ impl Workload {
 
     /// The slots of the tokens with an adapter.
     fn adapted_tokens(&self) -> impl Iterator<Item = usize> {
-        self.slots.iter().filter_map(|slot| slot.index())
+        self.slots.iter().filter_map(|&slot| usize::try_from(slot).ok())
     }
 }
 
@@ -279,19 +279,18 @@ struct Entry {
 
 impl Mapping {
     /// The slots of a workload's tokens.
-    pub fn slots(&self, id: &str, tokens: usize) -> Result<Vec<Slot>> {
-        let adapters: Vec<i32> = match (&self.token_adapter, &self.segments) {
+    pub fn slots(&self, id: &str, tokens: usize) -> Result<Vec<i32>> {
+        let slots: Vec<i32> = match (&self.token_adapter, &self.segments) {
             (Some(adapters), None) => adapters.clone(),
             (None, Some(segments)) => {
                 segments.iter().flat_map(|&(adapter, len)| std::iter::repeat_n(adapter, len)).collect()
             }
             _ => return Err(format!("{id}: a mapping has token_adapter or segments").into()),
         };
-        let slots: Vec<Slot> = adapters.into_iter().map(bytemuck::cast).collect();
         if slots.len() != tokens || self.tokens != tokens {
             return Err(format!("{id}: {tokens} tokens, but its mapping has {}", slots.len()).into());
         }
-        if slots.iter().any(|slot| slot.index().is_some_and(|slot| slot >= self.adapters)) {
+        if slots.iter().any(|&slot| usize::try_from(slot).is_ok_and(|slot| slot >= self.adapters)) {
             return Err(format!("{id}: its mapping names an adapter that is not there").into());
         }
         Ok(slots)

@@ -61,7 +61,7 @@ impl LoraLinear {
 pub struct Named {
     adapters: Adapters,
     /// The name of the adapter in each slot.
-    names: Vec<Option<String>>,
+    names: Vec<Option<(String, Slot)>>,
 }
 
 impl Named {
@@ -74,19 +74,19 @@ impl Named {
 
     /// Registers the adapter that PEFT saved in `directory`, or replaces the one of that name. On an error all is as it was.
     pub fn register(&mut self, name: &str, directory: &Path) -> Result<()> {
-        let Some(slot) = self.slot_of(Some(name)).or_else(|| self.slot_of(None)) else {
+        let Some(index) = self.index_of(Some(name)).or_else(|| self.index_of(None)) else {
             bail!("no room for the adapter `{name}`: there are {} already", self.names.len())
         };
-        self.adapters.load(index(slot)?, &Adapter::open(directory).map_err(Error::wrap)?)?;
-        self.names[slot] = Some(name.to_owned());
+        let slot = self.adapters.load(index, &Adapter::open(directory).map_err(Error::wrap)?)?;
+        self.names[index] = Some((name.to_owned(), slot));
         Ok(())
     }
 
     /// Removes an adapter. Sequences that name it are refused from now on.
     pub fn remove(&mut self, name: &str) -> Result<()> {
-        let slot = self.registered(name)?;
-        self.adapters.unload(index(slot)?)?;
-        self.names[slot] = None;
+        let Some(index) = self.index_of(Some(name)) else { bail!("no adapter `{name}` is registered") };
+        self.adapters.unload(index)?;
+        self.names[index] = None;
         Ok(())
     }
 
@@ -94,23 +94,21 @@ impl Named {
     pub fn step(&mut self, sequences: &[(Option<&str>, usize)]) -> Result<Step<'_>> {
         let (mut tokens, mut last_tokens) = (Vec::new(), Vec::with_capacity(sequences.len()));
         for &(name, num_tokens) in sequences {
-            let slot = name.map_or(Ok(Slot::BASE), |name| index(self.registered(name)?))?;
+            let slot = name.map_or(Ok(Slot::BASE), |name| self.registered(name))?;
             tokens.resize(tokens.len() + num_tokens, slot);
             last_tokens.push(slot);
         }
         self.adapters.step(&tokens, &last_tokens)
     }
 
-    fn registered(&self, name: &str) -> Result<usize> {
-        let Some(slot) = self.slot_of(Some(name)) else { bail!("no adapter `{name}` is registered") };
-        Ok(slot)
+    fn registered(&self, name: &str) -> Result<Slot> {
+        match self.names.iter().flatten().find(|(registered, _)| registered == name) {
+            Some((_, slot)) => Ok(*slot),
+            None => bail!("no adapter `{name}` is registered"),
+        }
     }
 
-    fn slot_of(&self, name: Option<&str>) -> Option<usize> {
-        self.names.iter().position(|of_slot| of_slot.as_deref() == name)
+    fn index_of(&self, name: Option<&str>) -> Option<usize> {
+        self.names.iter().position(|of_slot| of_slot.as_ref().map(|(name, _)| name.as_str()) == name)
     }
-}
-
-fn index(slot: usize) -> Result<Slot> {
-    Ok(Slot::new(u16::try_from(slot).map_err(Error::wrap)?))
 }

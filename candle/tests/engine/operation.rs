@@ -14,7 +14,8 @@ use crate::device;
 const IN: usize = 4;
 /// Of two slices.
 const OUT: [usize; 2] = [3, 2];
-const SLOTS: [Slot; 3] = [Slot::new(1), Slot::BASE, Slot::new(0)];
+/// By token: the adapter, if it has one.
+const ADAPTERS: [Option<usize>; 3] = [Some(1), None, Some(0)];
 
 /// Factors of rank 1: A of ones, and B whose rows are `value` and the numbers after it.
 fn factors(value: usize) -> Adapter {
@@ -33,7 +34,7 @@ fn factors(value: usize) -> Adapter {
 }
 
 /// Two adapters for the first of two layers.
-fn adapters(dtype: DType, device: &Device) -> (Adapters, [LinearId; 2]) {
+fn adapters(dtype: DType, device: &Device) -> (Adapters, [LinearId; 2], [Slot; 3]) {
     let mut spec = ModelSpec::new();
     let fused = |parent| Linear::new(parent, Parallel::Column, IN).slice("q", OUT[0]).slice("v", OUT[1]);
     let ids = ["attn", "other"].map(|parent| spec.linear(fused(parent)).unwrap());
@@ -42,10 +43,11 @@ fn adapters(dtype: DType, device: &Device) -> (Adapters, [LinearId; 2]) {
     let arena = Adapters::arena_bytes_for(&model, dtype, capacity).unwrap();
     let mut adapters = Adapters::new(&model, ids[..1].iter().copied(), dtype, device, capacity, arena).unwrap();
     // The last one replaces another, for which there is room.
-    for (slot, value) in [(0, 1), (1, 2), (1, 5)] {
-        adapters.load(Slot::new(slot), &factors(value)).unwrap();
-    }
-    (adapters, ids)
+    let [first, replaced, second] =
+        [(0, 1), (1, 2), (1, 5)].map(|(slot, value)| adapters.load(slot, &factors(value)).unwrap());
+    assert!(adapters.step(&[replaced], &[]).is_err());
+    let slots = ADAPTERS.map(|adapter| adapter.map_or(Slot::BASE, |adapter| [first, second][adapter]));
+    (adapters, ids, slots)
 }
 
 /// Row `t` of x is `t + 1` in each column, so that `A x` is `4 (t + 1)`.
@@ -54,14 +56,14 @@ fn x(dtype: DType, device: &Device) -> Tensor {
     Tensor::from_vec(rows, (3, IN), device).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// y of 7s with the deltas of `SLOTS`.
+/// y of 7s with the deltas of `ADAPTERS`.
 fn expected() -> Vec<Vec<f32>> {
-    let row = |(t, slot): (usize, &Slot)| {
-        let value = [1.0, 5.0].get(slot.index().unwrap_or(2)).copied();
+    let row = |(t, adapter): (usize, &Option<usize>)| {
+        let value = adapter.map(|adapter| [1.0, 5.0][adapter]);
         let delta = |row: usize| value.map_or(0.0, |value| 2.0 * (value + row as f32) * 4.0 * (t + 1) as f32);
         OUT.iter().flat_map(|&out| (0..out).map(delta)).map(|delta| 7.0 + delta).collect()
     };
-    SLOTS.iter().enumerate().map(row).collect()
+    ADAPTERS.iter().enumerate().map(row).collect()
 }
 
 fn rows(y: &Tensor) -> Vec<Vec<f32>> {
@@ -72,8 +74,8 @@ fn rows(y: &Tensor) -> Vec<Vec<f32>> {
 fn rows_may_be_any_distance_apart() {
     let device = device();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let (mut adapters, [id, _]) = adapters(dtype, &device);
-        let step = adapters.step(&SLOTS, &SLOTS[1..]).unwrap();
+        let (mut adapters, [id, _], slots) = adapters(dtype, &device);
+        let step = adapters.step(&slots, &slots[1..]).unwrap();
         let (x, sevens) = (x(dtype, &device), (Tensor::ones((3, 5), dtype, &device).unwrap() * 7.0).unwrap());
         // A part of a wider tensor, between columns of 9s.
         let nines = |cols| (Tensor::ones((3, cols), dtype, &device).unwrap() * 9.0).unwrap();
@@ -105,8 +107,8 @@ fn rows_may_be_any_distance_apart() {
 #[test]
 fn operands_that_are_not_rows_of_the_step_are_refused() {
     let device = device();
-    let (mut adapters, [id, other]) = adapters(DType::F32, &device);
-    let step = adapters.step(&SLOTS, &[]).unwrap();
+    let (mut adapters, [id, other], slots) = adapters(DType::F32, &device);
+    let step = adapters.step(&slots, &[]).unwrap();
     let x = x(DType::F32, &device);
     let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &device).unwrap();
     let y = || tensor(&[3, 5]);
@@ -135,7 +137,8 @@ fn operands_that_are_not_rows_of_the_step_are_refused() {
     assert!(refused.contains("none of the layers"), "{refused}");
     let refused = y().inplace_op2(&x, &step.output_delta(id)).unwrap_err().to_string();
     assert!(refused.contains("`x` is [3, 4], but must be [0, 4]"), "{refused}");
-    assert!(adapters.step(&[Slot::new(2)], &[]).is_err() && adapters.step(&[], &[Slot::new(2)]).is_err());
+    let (mut others, ..) = self::adapters(DType::F32, &device);
+    assert!(others.step(&slots[..1], &[]).is_err() && others.step(&[], &slots[..1]).is_err());
     assert!(adapters.step(&[Slot::BASE; 5], &[]).is_err());
 }
 
@@ -143,8 +146,8 @@ fn operands_that_are_not_rows_of_the_step_are_refused() {
 fn each_slice_may_have_an_output_of_its_own() {
     let device = device();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let (mut adapters, [id, _]) = adapters(dtype, &device);
-        let step = adapters.step(&SLOTS, &[]).unwrap();
+        let (mut adapters, [id, _], slots) = adapters(dtype, &device);
+        let step = adapters.step(&slots, &[]).unwrap();
         let (x, sevens) = (x(dtype, &device), |cols| (Tensor::ones((3, cols), dtype, &device).unwrap() * 7.0).unwrap());
         let (q, wide) = (sevens(OUT[0]), sevens(OUT[1] + 4));
         let v = wide.narrow(1, 3, OUT[1]).unwrap().unsqueeze(0).unwrap();
@@ -167,8 +170,8 @@ fn each_slice_may_have_an_output_of_its_own() {
 #[test]
 fn outputs_that_are_not_those_of_the_slices_are_refused() {
     let device = device();
-    let (mut adapters, [id, _]) = adapters(DType::F32, &device);
-    let step = adapters.step(&SLOTS, &[]).unwrap();
+    let (mut adapters, [id, _], slots) = adapters(DType::F32, &device);
+    let step = adapters.step(&slots, &[]).unwrap();
     let x = x(DType::F32, &device);
     let tensor = |cols| Tensor::ones((3, cols), DType::F32, &device).unwrap();
     let (row, of_x) = (tensor(2).narrow(0, 0, 1).unwrap(), Tensor::cat(&[&x, &tensor(2)], 1).unwrap());

@@ -24,7 +24,7 @@ const MANY_ROWS: usize = 600;
 
 /// A layer of two slices on [`FEATURES`] features, and an adapter in slot 0 that adds the sum of a row of x to its outputs of the first one,
 /// and twice that to those of the second.
-fn adapters(dtype: DType) -> (Adapters, LinearId) {
+fn adapters(dtype: DType) -> (Adapters, LinearId, Slot) {
     let mut spec = ModelSpec::new();
     let id =
         spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", FEATURES).slice("k", FEATURES)).unwrap();
@@ -43,8 +43,8 @@ fn adapters(dtype: DType) -> (Adapters, LinearId) {
     let capacity = Capacity::tokens(MANY_ROWS).slots(1).rank(8);
     let arena = Adapters::arena_bytes_for(&model, dtype, capacity).unwrap();
     let mut adapters = Adapters::new(&model, [id], dtype, &device(), capacity, arena).unwrap();
-    adapters.load(Slot::new(0), &adapter).unwrap();
-    (adapters, id)
+    let slot = adapters.load(0, &adapter).unwrap();
+    (adapters, id, slot)
 }
 
 /// A matrix of this value.
@@ -76,8 +76,8 @@ fn ends(run: impl FnOnce() + Send + 'static) {
 fn threads_do_not_mix_their_rows() {
     for (dtype, rows, count) in [(DType::F32, 4, 500), (DType::F32, MANY_ROWS, 20), (DType::BF16, MANY_ROWS, 20)] {
         ends(move || {
-            let (mut adapters, id) = adapters(dtype);
-            let slots = vec![Slot::new(0); rows];
+            let (mut adapters, id, slot) = adapters(dtype);
+            let slots = vec![slot; rows];
             let step = adapters.step(&slots, &slots).unwrap();
             thread::scope(|threads| {
                 for value in [1.0, 2.0, 4.0] {
@@ -112,8 +112,8 @@ fn operations_may_be_tasks_of_rayon() {
     for threads in [2, 4, 16] {
         ends(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let (mut adapters, id) = adapters(DType::F32);
-            let slots = [Slot::new(0); 64];
+            let (mut adapters, id, slot) = adapters(DType::F32);
+            let slots = [slot; 64];
             let step = adapters.step(&slots, &[]).unwrap();
             let zeros = || full(0.0, (64, 2 * FEATURES), DType::F32);
             let (x, all) = (full(1.0, (64, FEATURES), DType::F32), zeros());
@@ -135,8 +135,8 @@ fn operations_may_be_tasks_of_rayon() {
 fn outputs_may_be_in_any_order() {
     const COUNT: usize = 2000;
     ends(|| {
-        let (mut adapters, id) = adapters(DType::F32);
-        let step = adapters.step(&[Slot::new(0); 4], &[]).unwrap();
+        let (mut adapters, id, slot) = adapters(DType::F32);
+        let step = adapters.step(&[slot; 4], &[]).unwrap();
         let matrix = |value| full(value, (4, FEATURES), DType::F32);
         let (x, q, k) = (matrix(1.0), matrix(0.0), matrix(0.0));
         thread::scope(|threads| {
@@ -159,8 +159,8 @@ fn outputs_may_be_in_any_order() {
 fn a_stream_that_is_captured_is_refused() {
     use candle_core::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
-    let (mut adapters, id) = adapters(DType::F32);
-    let step = adapters.step(&[Slot::new(0)], &[]).unwrap();
+    let (mut adapters, id, slot) = adapters(DType::F32);
+    let step = adapters.step(&[slot], &[]).unwrap();
     let (x, y) = (full(1.0, (1, FEATURES), DType::F32), full(0.0, (1, 2 * FEATURES), DType::F32));
     let candle_core::Device::Cuda(device) = y.device() else { panic!("the device is a GPU") };
     let stream = device.cuda_stream();

@@ -146,12 +146,11 @@ impl<T: Element> Device for Cpu<T> {
     fn load(
         &self,
         adapters: &cpu::WeightTable,
-        slot: Slot,
+        slot: usize,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<()> {
-        adapters.load_with_progress(slot, image, progress)?;
-        Ok(())
+    ) -> Result<Slot> {
+        Ok(adapters.load_with_progress(slot, image, progress)?)
     }
 
     fn pool(

@@ -633,12 +633,11 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn load(
         &self,
         adapters: &WeightTable,
-        slot: Slot,
+        slot: usize,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<()> {
-        adapters.load_with_progress(slot, image, progress)?;
-        Ok(())
+    ) -> Result<Slot> {
+        Ok(adapters.load_with_progress(slot, image, progress)?)
     }
 
     fn pool(&self, model: &Model, capacity: Capacity, config: PoolConfig) -> Result<(AdapterPool, WeightTable)> {

@@ -188,10 +188,10 @@ pub trait Device: Sized + 'static {
     fn load(
         &self,
         adapters: &Self::Adapters,
-        slot: Slot,
+        slot: usize,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<()>;
+    ) -> Result<Slot>;
     /// An empty pool, and the table whose slots it fills.
     fn pool(
         &self,

@@ -188,16 +188,16 @@ impl Job {
         rank.agree(&[("--ep", expert_parallel), ("--fully-sharded-loras", fully_sharded)])?;
         let described = describe(&self.config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let (mut pool, table): (Option<Box<dyn Batches<D>>>, _) = match self.pool {
+        let (mut pool, (table, slots)): (Option<Box<dyn Batches<D>>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
             Some(config) => {
                 let (pool, table) = pooled(device, &described.model, &self.adapters, tokens, config, rank)?;
-                (Some(pool), table)
+                (Some(pool), (table, Vec::new()))
             }
         };
         let model = Model::new(device, &self.config, &described, weights, table, tokens)?;
         let start = Instant::now();
-        let (generations, batches) = self.serve(&model, pool.as_mut(), limits)?;
+        let (generations, batches) = self.serve(&model, pool.as_mut(), &slots, limits)?;
         let elapsed = start.elapsed();
         drop(model);
         let pool = pool.map(|pool| pool.snapshot());
@@ -240,11 +240,12 @@ impl Job {
         verify(device, merge, requests, generations, dtype)
     }
 
-    /// Runs all requests: in one batch, or in those that fit in a pool. Returns their results, and the requests of each batch.
+    /// Runs all requests: in one batch, with the adapters in these slots, or in those that fit in a pool. Returns their results, and the requests of each batch.
     fn serve<D: Device>(
         &self,
         model: &Model<'_, D>,
         mut pool: Option<&mut Box<dyn Batches<D>>>,
+        slots: &[Slot],
         limits: Limits<'_>,
     ) -> Result<(Vec<Generation>, Vec<Vec<usize>>)> {
         let mut generations: Vec<Generation> = self.requests.iter().map(|_| Generation::default()).collect();
@@ -252,7 +253,7 @@ impl Job {
         let mut waiting: Vec<usize> = (0..self.requests.len()).collect();
         while !waiting.is_empty() {
             let batch = match &mut pool {
-                None => Batch::of_all(&self.requests, &mut waiting)?,
+                None => Batch::of_all(&self.requests, &mut waiting, slots),
                 Some(pool) => pool.next_batch(&self.requests, &mut waiting)?,
             };
             let sequences: Vec<_> = batch.requests.iter().map(|&(index, slot)| self.sequence(index, slot)).collect();
@@ -284,7 +285,7 @@ impl Job {
     ) -> Result<Vec<Moved>> {
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        let table = load(device, &described.model, &[], tokens, rank)?;
+        let (table, _) = load(device, &described.model, &[], tokens, rank)?;
         let model = Model::new(device, &self.config, described, weights, table, tokens)?;
         let mut moved: Vec<Option<Moved>> = vec![None; generations.len()];
         for batch in batches {

@@ -175,7 +175,7 @@ impl<'d, D: Device> Model<'d, D> {
     }
 }
 
-/// A table with these adapters in the slots 0, 1, ..., for steps of at most `tokens` tokens. All ranks load each of them, or none.
+/// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. All ranks load each of them, or none.
 ///
 /// # Errors
 ///
@@ -186,7 +186,7 @@ pub fn load<D: Device>(
     adapters: &[(String, Arc<Adapter>)],
     tokens: usize,
     rank: &Rank,
-) -> Result<D::Adapters> {
+) -> Result<(D::Adapters, Vec<Slot>)> {
     let images = adapters
         .iter()
         .map(|(name, adapter)| adapter.plan(model, D::Elem::DTYPE).context(format_args!("adapter `{name}`")));
@@ -194,16 +194,16 @@ pub fn load<D: Device>(
     let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank), rank)?;
     let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
     let mut group = Group::new(rank.clone(), table.clone())?;
-    for (index, ((name, adapter), image)) in (0..).zip(adapters.iter().zip(&images)) {
-        let slot = Slot::new(u16::try_from(index).context("too many adapters")?);
+    let mut slots = Vec::new();
+    for (index, ((name, adapter), image)) in adapters.iter().zip(&images).enumerate() {
         let loaded = if device.tp().size() == 1 {
-            device.load(&table, slot, image, progress(name, image.bytes()))
+            device.load(&table, index, image, progress(name, image.bytes()))
         } else {
-            group.load(slot, index, || Ok(&**adapter)).map(drop).map_err(Into::into)
+            group.load(index, index as u64, || Ok(&**adapter)).map_err(Into::into)
         };
-        loaded.context(format_args!("adapter `{name}`"))?;
+        slots.push(loaded.context(format_args!("adapter `{name}`"))?);
     }
-    Ok(table)
+    Ok((table, slots))
 }
 
 /// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which

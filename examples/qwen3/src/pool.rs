@@ -74,11 +74,11 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Takes all waiting requests, on a table that has the adapters in the slots 0, 1, ...
-    pub(crate) fn of_all(requests: &[Request], waiting: &mut Vec<usize>) -> Result<Self> {
-        let slot = |adapter: Option<usize>| adapter.map_or(Ok(Slot::BASE), |index| u16::try_from(index).map(Slot::new));
-        let requests = waiting.drain(..).map(|request| Ok((request, slot(requests[request].adapter)?)));
-        Ok(Self { requests: requests.collect::<Result<_>>()?, leases: Vec::new() })
+    /// Takes all waiting requests, on a table that has the adapters in these slots.
+    pub(crate) fn of_all(requests: &[Request], waiting: &mut Vec<usize>, slots: &[Slot]) -> Self {
+        let slot = |adapter: Option<usize>| adapter.map_or(Slot::BASE, |index| slots[index]);
+        let requests = waiting.drain(..).map(|request| (request, slot(requests[request].adapter)));
+        Self { requests: requests.collect(), leases: Vec::new() }
     }
 }
 

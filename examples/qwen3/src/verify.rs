@@ -53,7 +53,7 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
             }
         };
         let build = |weights| {
-            let table = load(device, &described.model, &[], tokens, &Rank::default())?;
+            let (table, _) = load(device, &described.model, &[], tokens, &Rank::default())?;
             Model::new(device, config, described, weights, table, tokens)
         };
         let model = weights.and_then(build).context(format_args!("merging adapter `{name}`"))?;

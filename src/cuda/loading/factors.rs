@@ -18,7 +18,6 @@ use crate::{
     ffi,
     model::LinearId,
     plan::{PlanError, limit},
-    slots::Resident,
 };
 
 const FACTORS_PER_LAUNCH: usize = ffi::ARIL_PACK_FACTORS as usize;
@@ -54,9 +53,9 @@ impl WeightTable {
     /// without a finite value in the table's element type. Otherwise as for [`load`](Self::load). The slot is then unchanged.
     pub fn load_factors<'a, T: Element>(
         &self,
-        slot: Slot,
+        slot: usize,
         factors: impl IntoIterator<Item = Factors<'a, T>>,
-    ) -> Result<Resident, LoadError> {
+    ) -> Result<Slot, LoadError> {
         let queue = self.queue();
         let factors: Vec<_> = factors.into_iter().collect();
         let mut views: Vec<[&View<'_, T>; 2]> =
@@ -95,7 +94,7 @@ impl WeightTable {
     /// - **Validity.** The factors are device memory of the kernels' context, in their whole extent.
     /// - **Liveness.** That memory stays mapped.
     /// - **Aliasing.** Only work that the queue's stream is ordered behind, when this is called, writes it.
-    pub unsafe fn load_factors_raw(&self, slot: Slot, factors: &[raw::Factors]) -> Result<Resident, LoadError> {
+    pub unsafe fn load_factors_raw(&self, slot: usize, factors: &[raw::Factors]) -> Result<Slot, LoadError> {
         self.check_owner()?;
         self.check_slot(slot)?;
         let packing = Packing::new(self, factors)?;
@@ -103,7 +102,7 @@ impl WeightTable {
         let ready = queue.new_event()?;
         queue.prepare()?;
         ready.record(queue.stream()).map_err(LaunchError::from)?;
-        let reservation = self.reserve_bytes(packing.bytes())?;
+        let reservation = self.reserve_bytes(packing.bytes(), None)?;
         let filled = self.fill_by(|staging| {
             staging.wait_for(&ready)?;
             // SAFETY: the caller's obligations. The staging's stream waits for what wrote the factors.

@@ -8,6 +8,7 @@ mod staging;
 mod table;
 mod upload;
 
+pub(in crate::cuda) use self::table::Loaded;
 pub use self::{
     factors::Factors,
     pool::{AdapterPool, Tiers},

@@ -23,7 +23,6 @@ use crate::{
     plan::Capacity,
     pool::{
         self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
-        slot_at,
     },
     slots::Bounds,
 };
@@ -360,7 +359,7 @@ impl Backend for Tiers {
         for &Granted { slot, number, .. } in granted {
             if lane.pointed[slot] != number {
                 let content = self.contents[slot].as_ref().expect("a leased slot has a block");
-                lane.owner.point(slot_at(slot), content)?;
+                lane.owner.point(slot, content)?;
                 lane.pointed[slot] = number;
             }
         }
@@ -374,7 +373,7 @@ impl Backend for Tiers {
 
     fn evict(&mut self, slot: usize) {
         for lane in &mut self.lanes {
-            lane.weights.forget(slot_at(slot));
+            lane.weights.forget(slot);
             if std::mem::take(&mut lane.pointed[slot]) != 0 {
                 lane.stale.push(slot);
             }
@@ -441,20 +440,19 @@ fn write_row(row: &[Descriptor], to: &mut [u8], block: u64) {
 
 impl WeightTable {
     /// Points a slot to the block and the descriptors of an adapter, in stream order, after its copy.
-    pub(super) fn point(&self, slot: Slot, content: &Content) -> Result<(), LaunchError> {
+    pub(super) fn point(&self, slot: usize, content: &Content) -> Result<(), LaunchError> {
         let Shared { queue, slots, .. } = &*self.shared;
-        let Some(index) = slot.index() else { return Ok(()) };
         queue.prepare()?;
         let mut blocks = slots.lock();
-        slots.changing(&mut blocks, index, || {
+        slots.changing(&mut blocks, slot, || {
             queue.stream().wait(&content.copied)?;
-            let row = self.shared.row(index);
+            let row = self.shared.row(slot);
             // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step of the stream.
             unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(())
         })?;
         let replaced = slots.replace(&mut blocks, slot, content.bytes, content.max_rank, None);
-        replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: index, max: slots.len() }.into())
+        replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: slot, max: slots.len() }.into())
     }
 
     /// Makes the rows of slots empty, in stream order. The event is recorded after it.
@@ -472,7 +470,7 @@ impl WeightTable {
     }
 
     /// Takes note that a slot has no adapter. Its row is as it was.
-    pub(super) fn forget(&self, slot: Slot) {
+    pub(super) fn forget(&self, slot: usize) {
         let Shared { slots, .. } = &*self.shared;
         // Every slot of the pool is one of the table.
         let _ = slots.take(&mut slots.lock(), slot);

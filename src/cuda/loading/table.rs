@@ -16,12 +16,12 @@ use crate::{
     adapter::SlotImage,
     blocks::{self, Block},
     copies::{Arena as _, Copies},
-    error::{LoadError, SlotError},
+    error::{LoadError, OperandError, SlotError},
     extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     routing::Batch,
-    slots::{Bounds, Contents, Resident, SlotInfo, Slots, Usage},
+    slots::{Bounds, Contents, SlotInfo, Slots, Usage},
 };
 
 /// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into it. Clones
@@ -64,7 +64,32 @@ impl fmt::Debug for WeightTable {
 
 table_methods!(shared.slots);
 
+/// The slots of a step's batch, in which the batch's adapters are.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct Loaded<'a> {
+    weights: &'a WeightTable,
+    slots: &'a [Slot],
+    /// Changes of the table's slots that had begun before.
+    changes: u64,
+}
+
+impl Loaded<'_> {
+    /// Rejects a batch of which an adapter is in its slot no longer. Work enqueued before a call that returns `Ok` was enqueued before
+    /// the adapters change.
+    pub(in crate::cuda) fn check(&self) -> Result<(), OperandError> {
+        let &Self { weights, slots, changes } = self;
+        if weights.shared.slots.changes() == changes { Ok(()) } else { weights.check_loaded(slots) }
+    }
+}
+
 impl WeightTable {
+    /// The slots of a batch. Rejects them if their adapters are not there.
+    pub(in crate::cuda) fn loaded_slots<'a>(&'a self, slots: &'a [Slot]) -> Result<Loaded<'a>, OperandError> {
+        let changes = self.shared.slots.changes();
+        self.check_loaded(slots)?;
+        Ok(Loaded { weights: self, slots, changes })
+    }
+
     /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes` bytes for
     /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size from adapters, and [`arena_bytes_for`](Self::arena_bytes_for) from
     /// the bounds.
@@ -124,8 +149,8 @@ impl WeightTable {
         blocks::bytes_for_equal(image, count, row_bytes(model.num_entries()))
     }
 
-    /// Loads an adapter into a slot and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
-    /// [`commit`](Self::commit), with a [`Staging`] of the table. The arena must have room for both.
+    /// Loads an adapter into the slot with this index and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
+    /// [`commit`](Self::commit), with a [`Staging`] of the table. The arena must have room for both. Returns the slot, as batches name it.
     ///
     /// Weights are converted on rayon's threads. Blocks this thread until the copies have finished; other threads may step
     /// meanwhile.
@@ -133,7 +158,7 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the image does not match the table, the arena is full, a weight has no finite value in the table's element
     /// type, or the stream is being captured. The slot is then unchanged.
-    pub fn load(&self, slot: Slot, image: &SlotImage<'_>) -> Result<Resident, LoadError> {
+    pub fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
@@ -144,10 +169,10 @@ impl WeightTable {
     /// As for `load`.
     pub fn load_with_progress(
         &self,
-        slot: Slot,
+        slot: usize,
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
-    ) -> Result<Resident, LoadError> {
+    ) -> Result<Slot, LoadError> {
         self.check_slot(slot)?;
         self.shared.queue.prepare()?;
         let filled = self.fill_with_progress(self.reserve(image)?, image, progress)?;
@@ -189,14 +214,14 @@ impl WeightTable {
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         self.check_owner()?;
         self.shared.bounds.check_image(image)?;
-        self.reserve_bytes(image.bytes())
+        self.reserve_bytes(image.bytes(), Some(image.adapter()))
     }
 
-    pub(super) fn reserve_bytes(&self, image_bytes: usize) -> Result<Reservation, LoadError> {
+    pub(super) fn reserve_bytes(&self, image_bytes: usize, adapter: Option<u64>) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         queue.bind()?;
         let (blocks, waits) = arena.take(self.shared.rooms_of(image_bytes))?;
-        Ok(Reservation { room: Room::new(arena, blocks), bounds: bounds.clone(), image_bytes, waits })
+        Ok(Reservation { room: Room::new(arena, blocks), bounds: bounds.clone(), image_bytes, adapter, waits })
     }
 
     /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the device for
@@ -205,20 +230,20 @@ impl WeightTable {
     /// # Errors
     /// [`LoadError`] if the slot does not exist, the room was reserved in another table, the table belongs to a pool, or the stream is
     /// being captured. The slot is then unchanged.
-    pub fn commit(&self, slot: Slot, filled: Filled) -> Result<Resident, LoadError> {
+    pub fn commit(&self, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         let Filled { reservation: Reservation { room, .. }, max_rank } = filled;
         if !Arc::ptr_eq(&self.shared.arena, room.arena()) {
             return Err(SlotError::OtherTable.into());
         }
         let Shared { queue, slots, arena, .. } = &*self.shared;
-        let index = slots.index(slot)?;
+        slots.check_index(slot)?;
         queue.prepare()?;
         // Updates are enqueued under the lock, so that the stream has them in the lock's order.
         let mut blocks = slots.lock();
         self.check_owner()?;
         let [block, staged] = room.blocks();
         let (staged, bytes) = (arena.address(staged), block.bytes());
-        let done = self.change_row(&mut blocks, index, |row| {
+        let done = self.change_row(&mut blocks, slot, |row| {
             if let Some(written) = room.written().filter(|written| !is_complete(written)) {
                 queue.stream().wait(written)?;
             }
@@ -226,23 +251,24 @@ impl WeightTable {
             Ok(unsafe { result::memcpy_dtod_async(row.ptr, staged, row.bytes, queue.stream().cu_stream()) }?)
         })?;
         let [block, staged] = room.into_blocks();
-        let (resident, old) = slots.replace(&mut blocks, slot, bytes, max_rank, Some(block))?;
+        let (slot, old) = slots.replace(&mut blocks, slot, bytes, max_rank, Some(block))?;
         arena.give_back([Some(staged), old.flatten()].into_iter().flatten(), Some(done));
-        Ok(resident)
+        Ok(slot)
     }
 
-    /// Empties a slot in stream order. Its tokens are base tokens in work enqueued after it.
+    /// Empties a slot in stream order. Operations refuse a batch that names its adapter from now on; in device memory, the slot is of the
+    /// base model in work enqueued after it.
     ///
     /// # Errors
     /// [`LoadError`] if the slot does not exist, the table belongs to a pool, or the stream is being captured.
-    pub fn unload(&self, slot: Slot) -> Result<(), LoadError> {
+    pub fn unload(&self, slot: usize) -> Result<(), LoadError> {
         let Shared { queue, slots, arena, .. } = &*self.shared;
         self.check_owner()?;
-        let index = slots.index(slot)?;
+        slots.check_index(slot)?;
         queue.prepare()?;
         let mut blocks = slots.lock();
         self.check_owner()?;
-        let done = self.change_row(&mut blocks, index, |row| {
+        let done = self.change_row(&mut blocks, slot, |row| {
             // SAFETY: the row belongs to this table, and the stream orders its uses.
             Ok(unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?)
         })?;
@@ -268,15 +294,14 @@ impl WeightTable {
         Ok(Arc::clone(changes.end_event()))
     }
 
-    /// Rejects adapters that have been unloaded or replaced. Takes no lock.
-    ///
-    /// Checking before a step finds changes made until then. If another thread may commit, check after the step's operations, too:
-    /// if that passes, every operation was enqueued before any of these slots changed.
+    /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The operations of a step check the slots
+    /// of its batch by themselves; with slots in device memory, an engine checks those that it meant after the operations: if that passes,
+    /// every operation was enqueued before any of these slots changed.
     ///
     /// # Errors
     /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
-    pub fn check(&self, residents: impl IntoIterator<Item = Resident>) -> Result<(), SlotError> {
-        self.shared.slots.check(residents)
+    pub fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
+        self.shared.slots.check(slots)
     }
 
     /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.

@@ -24,6 +24,8 @@ pub struct Reservation {
     pub(super) room: Room,
     pub(super) bounds: Bounds,
     pub(super) image_bytes: usize,
+    /// [Whose](SlotImage::adapter) image the room is for; `None` for factors in device memory.
+    pub(super) adapter: Option<u64>,
     /// Work that may still use the room.
     pub(super) waits: Vec<Arc<CudaEvent>>,
 }
@@ -46,7 +48,7 @@ impl Reservation {
     /// Blocks this thread while both staging buffers are being copied.
     ///
     /// # Errors
-    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not the one that the room was
+    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not that of the adapter that the room was
     /// reserved for, or the staging belongs to another context.
     pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, staging, |_| ())
@@ -64,7 +66,7 @@ impl Reservation {
     ) -> Result<Filled, LoadError> {
         self.bounds.check_image(image)?;
         let (bytes, reserved) = (image.bytes(), self.image_bytes);
-        if bytes != reserved {
+        if (Some(image.adapter()), bytes) != (self.adapter, reserved) {
             return Err(SlotError::OtherImage { bytes, reserved }.into());
         }
         self.fill_by(

@@ -2,12 +2,10 @@ use std::ptr;
 
 use super::memory::{Arrays, DeviceRegion, Stream, int};
 use crate::{
-    Slot,
     cuda::{Kernels, kernels::check, memory::Pinned},
     error::{LaunchError, OperandError},
     ffi,
     plan::Capacity,
-    routing::Batch,
 };
 
 /// The routing of a step in device memory of the engine, and the pinned buffers that batches are copied from.
@@ -54,7 +52,7 @@ fn tiles(arrays: &mut Arrays, max_tiles: usize) -> ffi::aril_tiles {
 }
 
 fn staging_bytes(capacity: Capacity) -> usize {
-    capacity.max_tokens * (size_of::<Slot>() + size_of::<f32>())
+    capacity.max_tokens * (size_of::<i32>() + size_of::<f32>())
 }
 
 impl Routing {
@@ -90,33 +88,57 @@ impl Routing {
         Ok(Self { kernels: kernels.clone(), capacity, routing, staging, next: 0 })
     }
 
-    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits. A slot at or above
-    /// the capacity's is the base model.
+    /// Enqueues the kernel that groups tokens by slot, which reads the [number](crate::Slot::number) of each token's slot and, optionally, a
+    /// [scale](crate::routing::Batch::with_scales) for each, in a pinned buffer. Never waits. A number at or above the capacity's is the base
+    /// model, as -1 is. Which adapters are in the slots is not checked.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run. [`OperandError::Capacity`] if the batch is too large. Nothing
-    /// was enqueued.
+    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run. [`OperandError::Capacity`] if the batch is too large,
+    /// [`OperandError::Length`] if there is not one scale per token. Nothing was enqueued.
     ///
     /// # Safety
     /// - **Validity.** `stream` belongs to the kernels' context and is not being captured.
     /// - **Aliasing.** Work on other streams that uses a batch of this routing is ordered against `stream`.
-    pub unsafe fn update(&mut self, batch: &Batch<'_>, stream: Stream) -> Result<RoutedBatch, LaunchError> {
-        let routed = self.capture_batch(batch.num_tokens())?;
+    pub unsafe fn update(
+        &mut self,
+        slots: &[i32],
+        scales: Option<&[f32]>,
+        stream: Stream,
+    ) -> Result<RoutedBatch, LaunchError> {
+        if let Some(scales) = scales.filter(|scales| scales.len() != slots.len()) {
+            return Err(OperandError::Length { operand: "scales", got: scales.len(), want: slots.len() }.into());
+        }
+        // SAFETY: the caller's obligations.
+        unsafe { self.update_from(slots.iter().copied(), scales, stream) }
+    }
+
+    /// [`update`](Self::update), with as many scales as slots.
+    ///
+    /// # Safety
+    /// As for `update`.
+    pub(in crate::cuda) unsafe fn update_from(
+        &mut self,
+        slots: impl ExactSizeIterator<Item = i32>,
+        scales: Option<&[f32]>,
+        stream: Stream,
+    ) -> Result<RoutedBatch, LaunchError> {
+        let num_tokens = slots.len();
+        let routed = self.capture_batch(num_tokens)?;
         self.kernels.check_thread()?;
         let steps_in_flight = self.staging.len();
         let staging = &mut self.staging[self.next];
         let Some(buffer) = staging.try_bytes()? else { return Err(LaunchError::Busy { steps_in_flight }) };
-        let slots: &[u8] = bytemuck::cast_slice(batch.slots());
-        let scales: &[u8] = bytemuck::cast_slice(batch.scales().unwrap_or_default());
-        let len = slots.len() + scales.len();
-        buffer[..slots.len()].copy_from_slice(slots);
-        buffer[slots.len()..len].copy_from_slice(scales);
+        let (slots_bytes, factors_bytes) = buffer.split_at_mut(num_tokens * size_of::<i32>());
+        let staged: &mut [i32] = bytemuck::cast_slice_mut(slots_bytes);
+        staged.iter_mut().zip(slots).for_each(|(staged, slot)| *staged = slot);
+        let factors: &[u8] = bytemuck::cast_slice(scales.unwrap_or_default());
+        factors_bytes[..factors.len()].copy_from_slice(factors);
         // Not copied to the device first: a copy would wait for those of loads, which go the same way, for up to 8 MiB each.
-        let token_slots: *const i32 = buffer.as_ptr().cast();
-        let token_scales = batch.scales().map_or(ptr::null(), |_| buffer[slots.len()..].as_ptr().cast());
+        let token_slots: *const i32 = staged.as_ptr();
+        let token_scales = scales.map_or(ptr::null(), |_| factors_bytes.as_ptr().cast());
         // SAFETY: the caller vouches for the stream. The buffer is page-locked, so that the device reads it at the host's address. Nothing
         // writes it until the kernel has run, which `in_use` takes note of.
-        unsafe { self.route(token_slots, token_scales, batch.num_tokens(), stream) }?;
+        unsafe { self.route(token_slots, token_scales, num_tokens, stream) }?;
         // SAFETY: as above.
         unsafe { self.staging[self.next].in_use(stream) }?;
         self.next = (self.next + 1) % steps_in_flight;
@@ -179,7 +201,7 @@ impl Routing {
 
     /// The batch of the last update, whose tokens had these slots. Its bounds are for these alone: its operations are enqueued before
     /// the next update, and not captured.
-    pub(in crate::cuda) fn batch_of(&self, slots: &[Slot]) -> RoutedBatch {
+    pub(in crate::cuda) fn batch_of(&self, slots: impl ExactSizeIterator<Item = i32>) -> RoutedBatch {
         self.bounded(slots.len(), self.capacity.of_batch(slots))
     }
 

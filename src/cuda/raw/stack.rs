@@ -7,7 +7,7 @@ use super::{
     step::Table,
 };
 use crate::{
-    DType, Slot, contract,
+    DType, contract,
     cuda::Kernels,
     error::{LaunchError, OperandError},
     ffi,
@@ -154,7 +154,7 @@ impl Stack {
         self.rank
     }
 
-    /// Enqueues the copy of a slot's `A` to a position, or empties the position. The adapter that was there leaves the stack, and so does
+    /// Enqueues the copy of the `A` of the slot with this index to a position, or empties the position if none is given. The adapter that was there leaves the stack, and so does
     /// the slot's at any other position. Neither allocates nor waits.
     ///
     /// Set a slot again when its adapter has been replaced or unloaded: the stack has the addresses of its factors.
@@ -168,7 +168,13 @@ impl Stack {
     /// - **Liveness.** They stay mapped until the position is set again, and the work has run.
     /// - **Aliasing.** Until then, nothing writes the slot's factors.
     /// - **Order.** `stream` orders this call with all work that uses the stack.
-    pub unsafe fn set(&self, position: usize, table: &Table, slot: Slot, stream: Stream) -> Result<(), LaunchError> {
+    pub unsafe fn set(
+        &self,
+        position: usize,
+        table: &Table,
+        slot: Option<usize>,
+        stream: Stream,
+    ) -> Result<(), LaunchError> {
         let shape = table.step_shape(0);
         if shape.model != self.model {
             return Err(OperandError::Model.into());
@@ -177,11 +183,11 @@ impl Stack {
             return Err(OperandError::DType { operand: "weights", got: shape.dtype, want: self.dtype }.into());
         }
         OperandError::within("the position", position, self.positions - 1)?;
-        if let Some(slot) = slot.index() {
+        if let Some(slot) = slot {
             OperandError::within("the slot", slot, shape.num_slots.saturating_sub(1))?;
         }
         let args = ffi::aril_stack_args {
-            slot: slot.index().map_or(Ok(-1), int)?,
+            slot: slot.map_or(Ok(-1), int)?,
             position: int(position)?,
             positions: int(self.positions)?,
             rank: int(self.rank)?,

@@ -21,7 +21,7 @@ pub struct Routing {
     raw: raw::Routing,
     memory: Arc<Region>,
     capacity: Capacity,
-    /// The slots of the last update; empty if they were in device memory.
+    /// The slots of the last update, one for each run of tokens with the same; empty if they were in device memory.
     slots: Vec<Slot>,
     /// Whether a token may have an adapter.
     has_adapters: bool,
@@ -48,7 +48,8 @@ impl Routing {
         Ok(Self { raw, memory, capacity, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
     }
 
-    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits.
+    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits. The step of the batch
+    /// checks that the adapters are in the slots.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch is too large, [`OperandError::NoSuchSlot`] if it names a slot at or above the capacity's.
@@ -58,12 +59,13 @@ impl Routing {
         batch.check(self.capacity)?;
         let queue = self.memory.queue();
         queue.prepare()?;
+        let numbers = batch.slots().iter().map(|slot| slot.number());
         // SAFETY: the memory belongs to this stream.
-        unsafe { self.raw.update(batch, queue.raw()) }?;
+        unsafe { self.raw.update_from(numbers.clone(), batch.scales(), queue.raw()) }?;
         self.slots.clear();
-        self.slots.extend_from_slice(batch.slots());
+        self.slots.extend(batch.slots().chunk_by(Slot::eq).map(|run| run[0]));
         self.has_adapters = batch.has_adapters();
-        Ok(RoutedBatch { raw: self.raw.batch_of(batch.slots()), routing: self })
+        Ok(RoutedBatch { raw: self.raw.batch_of(numbers), routing: self })
     }
 
     /// Whether [`update`](Self::update) has a free staging buffer.
@@ -85,11 +87,11 @@ impl Routing {
         self.raw.wait()
     }
 
-    /// Like [`update`](Self::update), with slots and scales in device memory. `token_slots` is `[tokens]`; -1 or any value that is
-    /// not a slot is the base model. `token_scales` is `[tokens]`.
+    /// Like [`update`](Self::update), with the [numbers](Slot::number) of slots, and scales, in device memory. `token_slots` is
+    /// `[tokens]`; -1 or any value that is not a slot is the base model. `token_scales` is `[tokens]`.
     ///
-    /// The host does not see the slots. On a pool's table, one that no lease holds gives what was in it, the base model, or the adapter
-    /// for which the slot was leased since then.
+    /// The host does not see the slots, so that no step checks which adapters are in them: a slot whose adapter was unloaded, or that no
+    /// lease holds any more, gives what was in it, the base model, or the adapter that was loaded or leased there since then.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
@@ -144,7 +146,7 @@ impl Routing {
     }
 }
 
-impl RoutedBatch<'_> {
+impl<'a> RoutedBatch<'a> {
     /// Tokens in the batch.
     pub fn num_tokens(&self) -> usize {
         self.raw.num_tokens()
@@ -163,8 +165,8 @@ impl RoutedBatch<'_> {
         self.routing.num_slots()
     }
 
-    /// The slots of the tokens, if the host has them; otherwise none.
-    pub(crate) fn slots(&self) -> &[Slot] {
+    /// The slots of the tokens, without repetitions of the one before, if the host has them; otherwise none.
+    pub(crate) fn slots(&self) -> &'a [Slot] {
         &self.routing.slots
     }
 }

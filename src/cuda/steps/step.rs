@@ -21,6 +21,7 @@ use super::{RoutedBatch, Routing};
 use crate::{
     cuda::{
         LaunchError, Queue, View, ViewMut, WeightTable,
+        loading::Loaded,
         memory::{Kept, Memory, Region},
         operations::Groups,
         raw,
@@ -39,6 +40,7 @@ pub struct Step<'a> {
     queue: Queue,
     /// On the stream of the queue or, of a captured step, of its capture.
     raw: raw::Step,
+    loaded: Loaded<'a>,
     has_adapters: bool,
     /// Of a captured step. It belongs to the capture, so that moving the step cannot lose it.
     recorder: Option<&'a Recorder>,
@@ -86,8 +88,13 @@ impl Moment {
 }
 
 impl<'a> Step<'a> {
-    fn new(queue: &Queue, raw: raw::Step, has_adapters: bool, recorder: Option<&'a Recorder>) -> Self {
-        Self { queue: queue.clone(), raw, has_adapters, recorder, operands: PhantomData }
+    fn new(
+        queue: &Queue,
+        raw: raw::Step,
+        (loaded, has_adapters): (Loaded<'a>, bool),
+        recorder: Option<&'a Recorder>,
+    ) -> Self {
+        Self { queue: queue.clone(), raw, loaded, has_adapters, recorder, operands: PhantomData }
     }
 
     /// Tokens in the batch, which is the number of rows of `[tokens, ..]` matrices.
@@ -144,12 +151,14 @@ impl<'a> Step<'a> {
         self.recorder.is_some()
     }
 
-    /// Rejects operands of another context or stream, and in a captured step borrowed memory. Then [prepares](Self::prepare).
+    /// Rejects operands of another context or stream, in a captured step borrowed memory, and a batch whose adapters are not in their slots
+    /// any more. Then [prepares](Self::prepare).
     pub(in crate::cuda) fn check<'o, const N: usize>(
         &self,
         operands: [Option<Operand<'o>>; N],
     ) -> Result<Checked<'_, 'o, N>, LaunchError> {
         operands.iter().flatten().try_for_each(|(name, memory)| memory.check(name, self))?;
+        self.loaded.check()?;
         self.prepare()?;
         Ok(Checked { step: self, operands })
     }
@@ -230,14 +239,21 @@ impl<const N: usize> Checked<'_, '_, N> {
         for (place, operand) in placed.iter_mut().zip(&mut self.operands) {
             *place = operand.as_mut().map(|(_, memory)| memory.on(queue)).transpose()?;
         }
-        launch(placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address)), self.step.raw.stream)
+        let addresses = placed.each_ref().map(|placed| placed.as_ref().map_or(0, |(address, _)| *address));
+        let enqueued = launch(addresses, self.step.raw.stream)?;
+        self.step.loaded.check()?;
+        Ok(enqueued)
     }
 }
 
 impl WeightTable {
-    /// Starts a step.
+    /// Starts a step of a batch, whose adapters must be in their slots.
+    ///
+    /// If another thread replaces or unloads one of them meanwhile, every further operation of the step returns
+    /// [`OperandError::NotLoaded`], as does one that is being enqueued then, which may use the new adapter: discard what it wrote.
     ///
     /// # Errors
+    /// [`OperandError::NotLoaded`] if an adapter of the batch has been unloaded or replaced, or is in another table or pool.
     /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps. [`OperandError::NumSlots`] if the
     /// routing was made for another number of slots. [`LaunchError`] if the table, batch and workspace belong to different queues, or the
     /// stream is being captured.
@@ -250,12 +266,8 @@ impl WeightTable {
         queue.check("the workspace", workspace.queue())?;
         self.check_slots(batch.num_slots())?;
         queue.prepare()?;
-        Ok(Step::new(
-            queue,
-            raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw()),
-            batch.has_adapters(),
-            None,
-        ))
+        let raw = raw::Step::new(self.raw(), batch.raw, workspace.raw(), queue.raw());
+        Ok(Step::new(queue, raw, (self.loaded_slots(batch.slots())?, batch.has_adapters()), None))
     }
 
     /// Captures a step of up to `num_tokens` tokens as a graph of the operations of that step which `record` calls. The graph keeps the
@@ -311,10 +323,12 @@ impl WeightTable {
         self.check_slots(routing.num_slots())?;
         let batch = routing.capture_batch(num_tokens)?;
         let [mailbox, partials] = workspace.kept();
+        // It is for any batch.
+        let loaded = self.loaded_slots(&[]).map_err(LaunchError::from)?;
         let recorder = Recorder::new(vec![self.kept(), routing.kept(), mailbox, partials]);
         let capture = Capture::begin(queue)?;
         let captured = raw::Step::new(self.raw(), batch, workspace.raw(), capture.stream.raw());
-        record(&mut Step::new(queue, captured, has_adapters, Some(&recorder)))?;
+        record(&mut Step::new(queue, captured, (loaded, has_adapters), Some(&recorder)))?;
         let graph = capture.end()?;
         Ok(Graph { graph, queue: queue.clone(), recording: recorder.into_recording(), captured, has_adapters })
     }
@@ -397,7 +411,8 @@ impl Graph {
     /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
     /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
     /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
-    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`LaunchError::WrongStream`] if the graph belongs to another queue,
+    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded)
+    /// as for any operation of the step, [`LaunchError::WrongStream`] if the graph belongs to another queue,
     /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError::Capturing`] if the engine captures the queue's
     /// stream. [`LaunchError::Driver`].
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
@@ -409,9 +424,11 @@ impl Graph {
         if step.has_adapters() && !self.has_adapters {
             return Err(LaunchError::WithoutAdapters);
         }
+        step.loaded.check()?;
         step.prepare()?;
         self.recording.groups.iter().for_each(|groups| groups.replay());
-        self.graph.launch(step.queue())
+        self.graph.launch(step.queue())?;
+        Ok(step.loaded.check()?)
     }
 }
 

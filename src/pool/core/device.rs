@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::{
+    Slot,
     blocks::{self, Block, Blocks},
     plan::PlanError,
     pool::{AdapterId, StreamId, backend::Copy},
@@ -39,6 +40,8 @@ struct Content {
     block: Block,
     /// Number of the copy that brought it.
     number: u64,
+    /// The slot with this content, as batches name it.
+    slot: Slot,
     is_copying: bool,
     leases: usize,
 }
@@ -60,6 +63,8 @@ struct Use {
 #[expect(unnameable_types, reason = "of a sealed trait")]
 pub struct Granted {
     pub(crate) slot: usize,
+    /// The slot with the adapter, as batches name it.
+    pub(crate) content: Slot,
     /// Number of the copy that brought the adapter.
     pub(crate) number: u64,
     /// Whether the copy has not ended yet.
@@ -124,9 +129,13 @@ impl Device {
         }
     }
 
-    /// Whether steps of the stream may use the slot.
-    pub(super) fn is_open(&self, slot: usize, stream: StreamId) -> bool {
-        self.slots.get(slot).is_some_and(|place| place.uses[stream.0].is_open)
+    /// Whether steps of the stream may use the slot, and the adapter that it names is there. Every step may use the base model.
+    pub(super) fn is_open(&self, slot: Slot, stream: StreamId) -> bool {
+        let Some(index) = slot.index() else { return true };
+        self.slots.get(index).is_some_and(|place| {
+            let is_there = |content: &Content| content.slot == slot || !self.rules.holds(Rule::Content);
+            place.uses[stream.0].is_open && place.content.as_ref().is_some_and(is_there)
+        })
     }
 
     /// Leases of a slot.
@@ -145,7 +154,7 @@ impl Device {
         usage.leased = true;
         usage.leases += 1;
         content.leases += 1;
-        Some(Granted { slot, number: content.number, is_copying: content.is_copying })
+        Some(Granted { slot, content: content.slot, number: content.number, is_copying: content.is_copying })
     }
 
     /// Ends one lease for a stream.
@@ -223,7 +232,8 @@ impl Device {
         let block = self.blocks.allocate(bytes)?;
         self.copies += 1;
         let (to, number) = (block.range(), self.copies);
-        self.slots[slot].content = Some(Content { id, block, number, is_copying: true, leases: 0 });
+        let content = Content { id, block, number, slot: Slot::filled(slot), is_copying: true, leases: 0 };
+        self.slots[slot].content = Some(content);
         Some(Copy { id, from: 0..0, to, slot, number })
     }
 
@@ -331,6 +341,8 @@ pub(crate) enum Rule {
     Copying,
     /// Steps may not use a slot after the end of a step that follows the last lease of their stream.
     Close,
+    /// Nor with the slot of a lease of another adapter.
+    Content,
     /// A host block is not overwritten while it is being copied from.
     Source,
     /// An adapter that is being read has no slot for leases, even if parts of it have been copied.

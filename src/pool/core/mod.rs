@@ -195,8 +195,8 @@ impl Core {
         self.device.open(slot, stream);
     }
 
-    /// Whether steps of a stream may use a slot.
-    pub(crate) fn is_open(&self, slot: usize, stream: StreamId) -> bool {
+    /// Whether steps of a stream may use a slot with the adapter that it names.
+    pub(crate) fn is_open(&self, slot: Slot, stream: StreamId) -> bool {
         self.device.is_open(slot, stream)
     }
 
@@ -327,18 +327,17 @@ impl Core {
     }
 
     fn residency(&self, id: AdapterId, entry: &Entry) -> Residency {
-        let slot = entry.slot.and_then(|slot| u16::try_from(slot).ok()).map(Slot::new);
         let in_host = entry.host.is_ready();
         Residency {
             id,
-            tier: if slot.is_some() {
+            tier: if entry.slot.is_some() {
                 Tier::Device
             } else if in_host {
                 Tier::Host
             } else {
                 Tier::Source
             },
-            slot,
+            slot: entry.slot,
             in_host,
             bytes: entry.bytes,
             leases: entry.slot.map_or(0, |slot| self.device.leases(slot)),

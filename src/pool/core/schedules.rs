@@ -15,6 +15,7 @@ use super::{
     test_device::{Obligation, TestDevice},
 };
 use crate::{
+    Slot,
     blocks::{self, GRANULE_BYTES},
     group::{
         ChannelError, OnRanks,
@@ -36,6 +37,8 @@ const MAX_ACTIONS: usize = 60;
 struct Held {
     id: AdapterId,
     slot: usize,
+    /// The slot as batches name it.
+    content: Slot,
     stream: StreamId,
 }
 
@@ -199,6 +202,8 @@ struct Schedule<W: Worlds> {
     /// Loads that have not ended.
     loads: Vec<Load>,
     held: Vec<Held>,
+    /// The slots of all leases so far.
+    contents: Vec<Slot>,
     /// Leases that ended since the last end of a step of their stream: launches may follow.
     ended: Vec<Held>,
     /// Of adapters that have been leased.
@@ -242,6 +247,7 @@ impl<W: Worlds> Schedule<W> {
             versions: BTreeMap::new(),
             loads: Vec::new(),
             held: Vec::new(),
+            contents: Vec::new(),
             ended: Vec::new(),
             uses: BTreeMap::new(),
             granted: 0,
@@ -435,7 +441,11 @@ impl<W: Worlds> Schedule<W> {
             self.granted += 1;
             if is_pointed {
                 self.pool.core.open(slot, stream);
-                self.held.push(Held { id, slot, stream });
+                let content = granted.content;
+                self.held.push(Held { id, slot, content, stream });
+                if !self.contents.contains(&content) {
+                    self.contents.push(content);
+                }
             } else {
                 self.pool.core.release(slot, stream);
                 if !is_leased {
@@ -448,7 +458,7 @@ impl<W: Worlds> Schedule<W> {
     /// Launches a kernel of a lease, which may have ended since the last end of a step of its stream.
     fn launch(&mut self) {
         let leases = self.held.iter().chain(&self.ended);
-        if let Some(&Held { id, slot, stream }) = leases.choose(&mut self.rng) {
+        if let Some(&Held { id, slot, stream, .. }) = leases.choose(&mut self.rng) {
             self.pool.backend.each().for_each(|world| world.launch(stream, slot, id));
         }
     }
@@ -456,7 +466,7 @@ impl<W: Worlds> Schedule<W> {
     /// Launches a kernel on any slot, with which no safe step could be made.
     fn launch_without_lease(&mut self) {
         let (stream, slot) = (self.any_stream(), self.rng.random_range(0..self.limits.num_slots));
-        if !self.pool.core.is_open(slot, stream) {
+        if !self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot)) {
             self.any_world().launch_without_lease(stream, slot);
         }
     }
@@ -538,13 +548,14 @@ impl<W: Worlds> Schedule<W> {
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
-        // Steps may use the slots of leases, and of those that ended since the last end of a step of their stream. No others.
+        // Steps may use the slots of leases, and of those that ended since the last end of a step of their stream. No others, and no earlier
+        // adapters of the same slots.
         for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
-                |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.slot) == (stream, slot));
+                |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.content) == (stream, slot));
             let is_open = |slot| self.pool.core.is_open(slot, stream);
-            if let Some(slot) = (0..self.limits.num_slots).find(|&slot| is_open(slot) != may_use(slot)) {
-                return Err(format!("{stream:?} may use slot {slot}: {}", is_open(slot)));
+            if let Some(slot) = self.contents.iter().find(|&&slot| is_open(slot) != may_use(slot)) {
+                return Err(format!("{stream:?} may use {slot:?}: {}", is_open(*slot)));
             }
         }
         if self.pool.core.device.rules.broken.is_none() {
@@ -745,6 +756,7 @@ fn every_rule_is_needed() {
         Rule::Copying,
         Rule::Source,
         Rule::Close,
+        Rule::Content,
         Rule::Whole,
         Rule::Revoke,
     ];

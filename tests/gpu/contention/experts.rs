@@ -1,7 +1,7 @@
 //! The same for the operations on experts, and for the grouping that layers share.
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::Adapter,
     cuda::{LoraExperts, WeightTable, Workspace, raw},
     model::{Experts, ExpertsId, Halves, Model, ModelSpec, TpRank},
@@ -63,7 +63,7 @@ impl Layers {
         ];
         for (slot, (rank, shared)) in adapters.into_iter().enumerate() {
             let adapter = adapter(rank, shared, &mut rng);
-            weights.load(Slot::new(slot as u16), &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
+            weights.load(slot, &adapter.plan(&model, DType::BF16).unwrap()).unwrap();
         }
         gpu.synchronize();
         Self { gpu, model, ids, weights }

@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, marker::PhantomData};
 
 use aril::{
-    Element, Slot,
+    Element,
     cuda::{LoraExperts, Routing, WeightTable, Workspace, raw},
     model::Model,
     plan::Capacity,
@@ -112,7 +112,6 @@ impl<'a, T: Element> Layer<'a, T> {
 
     /// Loads an adapter into a slot, or empties the slot if the adapter has no module.
     pub fn load(&mut self, slot: usize, case: &Case, lora: &Lora, pairs: &Pairs) {
-        let slot = Slot::new(slot as u16);
         if lora.is_nothing() {
             return self.weights.unload(slot).unwrap();
         }
@@ -226,7 +225,7 @@ impl<'a, T: Element> Layer<'a, T> {
             }
         }
         let scales = worlds[0].scales.as_ref().map(|scales| &scales[..live]);
-        let slots = worlds[0].known_slots();
+        let slots = worlds[0].loaded_slots(|slot| self.weights.get(slot));
         let batch = Batch::new(&slots[..live]);
         let batch = scales.map_or(batch, |scales| batch.with_scales(scales).unwrap());
         self.routing.update(&batch).unwrap();

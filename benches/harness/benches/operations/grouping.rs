@@ -4,10 +4,8 @@
 use std::time::Duration;
 
 use aril::{
-    Slot,
     cuda::raw,
     plan::{Capacity, RouteCapacity},
-    routing::Batch,
 };
 use criterion::{Criterion, Throughput, criterion_group};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -28,7 +26,7 @@ fn grouping(criterion: &mut Criterion) {
         [8, 64, 8192].into_iter().flat_map(|slots| [256, 1024, 4096].map(|tokens| (slots, tokens)))
     {
         let mut rng = StdRng::seed_from_u64(1);
-        let slots: Vec<Slot> = (0..tokens).map(|_| Slot::new(rng.random_range(0..8))).collect();
+        let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(0..8)).collect();
         let ids: Vec<i32> = (0..tokens * TOP_K).map(|_| rng.random_range(0..EXPERTS as i32)).collect();
         let capacity = Capacity::tokens(tokens).slots(num_slots).rank(16);
         let bytes = raw::Routing::device_bytes(capacity).expect("it is within the limits");
@@ -37,7 +35,7 @@ fn grouping(criterion: &mut Criterion) {
         let routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, routing_memory.region()) };
         let mut routing = routing.expect("the memory is large enough");
         // SAFETY: the stream is alive and not capturing.
-        let batch = unsafe { routing.update(&Batch::new(&slots), gpu.raw_stream()) }.expect("it fits");
+        let batch = unsafe { routing.update(&slots, None, gpu.raw_stream()) }.expect("it fits");
         let routes = RouteCapacity::tokens(tokens).top_k(TOP_K).experts(EXPERTS);
         let bytes = raw::Grouping::device_bytes(routes).expect("it is within the limits");
         let memory = gpu.upload(&vec![0_u8; bytes]).expect("there is memory for it");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aril::{Slot, cuda::raw, plan::Capacity, routing::Segments};
+use aril::{cuda::raw, plan::Capacity, routing::Segments};
 use criterion::{Criterion, Throughput, criterion_group};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -18,7 +18,6 @@ fn routing(criterion: &mut Criterion) {
         let mut rng = StdRng::seed_from_u64(1);
         // At most one token in nine has no adapter.
         let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..num_slots as i32)).collect();
-        let slots: Vec<Slot> = slots.into_iter().map(bytemuck::cast).collect();
         let capacity = Capacity::tokens(tokens).slots(num_slots).rank(16);
         let bytes = raw::Routing::device_bytes(capacity).expect("it is within the limits");
         let memory = gpu.alloc(bytes).expect("there is memory for it");
@@ -44,7 +43,7 @@ fn routing(criterion: &mut Criterion) {
 }
 
 /// Compares the grouping of the device with that of the host. The order of a slot's tokens is arbitrary.
-fn check(gpu: &Gpu, batch: &raw::RoutedBatch, slots: &[Slot], num_slots: usize) -> Result<()> {
+fn check(gpu: &Gpu, batch: &raw::RoutedBatch, slots: &[i32], num_slots: usize) -> Result<()> {
     let segments = Segments::new(slots, num_slots);
     let live = segments.iter().map(|(_, tokens)| tokens.len()).sum();
     let mut got: Vec<i32> = gpu.read(batch.tokens(), live)?;
@@ -53,7 +52,7 @@ fn check(gpu: &Gpu, batch: &raw::RoutedBatch, slots: &[Slot], num_slots: usize) 
         let tokens;
         (tokens, rest) = rest.split_at_mut(expected.len());
         tokens.sort_unstable();
-        assert!(tokens.iter().map(|&token| token as usize).eq(expected.iter().copied()), "{slot} has {tokens:?}");
+        assert!(tokens.iter().map(|&token| token as usize).eq(expected.iter().copied()), "slot {slot} has {tokens:?}");
     }
     Ok(())
 }

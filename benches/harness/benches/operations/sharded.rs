@@ -60,7 +60,7 @@ impl Layers {
         let capacity = Capacity::tokens(TOKENS[1]).slots(ADAPTERS).rank(self.rank);
         let arena_bytes = WeightTable::arena_bytes([&image; ADAPTERS]);
         let weights = WeightTable::new(&gpu.queue()?, &model, DType::BF16, capacity, arena_bytes)?;
-        (0..ADAPTERS).try_for_each(|slot| weights.load(Slot::new(slot as u16), &image).map(drop))?;
+        (0..ADAPTERS).try_for_each(|slot| weights.load(slot, &image).map(|_| ()))?;
         Ok(weights)
     }
 
@@ -74,7 +74,7 @@ impl Layers {
         let mut y = Buffer::<bf16>::zeros(&queue, tokens * output)?;
         let routing = Routing::new(&queue, weights.capacity(), 1)?;
         let mut workspace = Workspace::new(weights)?;
-        let slots: Vec<Slot> = (0..tokens).map(|token| Slot::new((token % ADAPTERS) as u16)).collect();
+        let slots = weights.loaded().into_iter().map(|info| info.slot).cycle().take(tokens).collect();
         let graph = match site.exchange() {
             None => {
                 let layers = self.ids.iter().map(|&id| LoraLinear::new(weights, id));

@@ -12,7 +12,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, SlotImage},
     cuda::{AdapterPool, Buffer, Filled, PinnedBuffer, Queue, Staging, WeightTable},
     plan::Capacity,
@@ -208,8 +208,8 @@ pub(crate) fn run_beside<T>(work: Option<Work<'_>>, replay: impl FnOnce() -> Res
 }
 
 /// The slot that no token of the step has.
-fn spare() -> Slot {
-    Slot::new(TOKENS)
+fn spare() -> usize {
+    TOKENS
 }
 
 fn work<'a>(mut run: impl FnMut() -> Sent<()> + Send + 'a) -> Result<Option<Work<'a>>> {
@@ -291,7 +291,7 @@ fn copy<'a>(setup: &Setup<'a>, piece: usize) -> Result<Option<Work<'a>>> {
 /// Brings adapters to the device of a pool, one at a time.
 fn pooled<'a>(setup: &Setup<'a>, from_host: bool) -> Result<Option<Work<'a>>> {
     let (model, memory, disk) = (setup.weights.model(), setup.memory, setup.disk);
-    let capacity = Capacity::tokens(TOKENS.into()).slots(1).rank(RANK);
+    let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
     let config = PoolConfig::arena_bytes(room(model, memory, 1)).host_bytes(room(model, memory, 4)).packers(packers());
     let mut pool = AdapterPool::new(&setup.queue, model, DType::BF16, capacity, config)?;
     if !from_host {

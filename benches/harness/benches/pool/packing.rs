@@ -3,7 +3,7 @@
 use std::{iter, time::Instant};
 
 use aril::{
-    DType, Slot,
+    DType,
     cuda::{Buffer, Factors, Matrix, WeightTable},
     model::{LinearId, Model},
     plan::Capacity,
@@ -62,7 +62,7 @@ fn pack(gpu: &Gpu, model: &Model, ids: &[LinearId], rank: usize) -> Result<Load>
                 let b = Matrix::new(factors.slice(b.clone()), b.len() / rank, rank)?;
                 Ok(Factors { layer: *layer, slice: *slice, scaling: 1.0, a, b })
             });
-            weights.load_factors(Slot::new(0), factors.collect::<Result<Vec<_>>>()?)?;
+            weights.load_factors(0, factors.collect::<Result<Vec<_>>>()?)?;
             Ok(())
         })?;
         // The first ones load what is loaded lazily.

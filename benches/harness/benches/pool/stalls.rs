@@ -14,7 +14,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     cuda::{Graph, Queue, Staging, Step, WeightTable},
     plan::Capacity,
     pool::Source,
@@ -36,7 +36,7 @@ use crate::{
 
 pub(crate) const RANK: usize = 16;
 /// Tokens of the step, each with an adapter of its own.
-pub(crate) const TOKENS: u16 = 8;
+pub(crate) const TOKENS: usize = 8;
 const WARM_UP: usize = 200;
 /// Replays that the host is ahead of the device.
 const AHEAD: usize = 4;
@@ -56,16 +56,14 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize, only: &str, waits: bool) -> Res
     let small = Layers::qwen3_8b(1).adapter(RANK, &noise)?;
     let small = small.plan(&model, DType::BF16)?;
 
-    let capacity = Capacity::tokens(TOKENS.into()).slots(usize::from(TOKENS) + 1).rank(RANK);
+    let capacity = Capacity::tokens(TOKENS).slots(TOKENS + 1).rank(RANK);
     // Beside those of the step, one that is loaded again and again.
     let arena_bytes = WeightTable::arena_bytes((0..TOKENS + 2).map(|_| &image));
     let weights = WeightTable::new(&gpu.queue()?, &model, DType::BF16, capacity, arena_bytes)?;
-    let slots: Vec<Slot> = (0..TOKENS).map(Slot::new).collect();
     // Not by `load`, the first of which is to be measured.
     let mut staging = Staging::new(weights.queue())?;
-    for &slot in &slots {
-        weights.commit(slot, weights.reserve(&image)?.fill(&image, &mut staging)?)?;
-    }
+    let load = |slot| Ok(weights.commit(slot, weights.reserve(&image)?.fill(&image, &mut staging)?)?);
+    let slots = (0..TOKENS).map(load).collect::<Result<Vec<_>>>()?;
     drop(staging);
     let mut captured = Captured::new(gpu, &weights, &linears, slots)?;
     let queue = Queue::new(&gpu.kernels, &gpu.new_stream()?)?;

@@ -101,7 +101,7 @@ impl<'a> Host<'a> {
     fn new(gpu: &'a Gpu, weights: &'a WeightTable, captured: &'a mut Captured) -> Result<Self> {
         let (queue, count) = (weights.queue(), captured.slots.len());
         let mut slots = (PinnedBuffer::zeros(queue, count)?, Buffer::zeros(queue, count)?);
-        slots.0.elements()?.copy_from_slice(bytemuck::cast_slice(&captured.slots));
+        slots.0.elements()?.iter_mut().zip(&captured.slots).for_each(|(number, slot)| *number = slot.number());
         Ok(Self { gpu, weights, captured, events: [Event::new()?, Event::new()?, Event::new()?], slots })
     }
 

@@ -55,7 +55,7 @@ pub(crate) fn measure(gemm: &Gemm, stage: &Stage, workloads: &[&Workload], resul
                 model: model.to_owned(),
                 rank: first.max_rank(),
                 tokens: first.num_tokens(),
-                adapters: first.slots.iter().filter_map(|slot| slot.index()).collect::<BTreeSet<_>>().len(),
+                adapters: first.slots.iter().filter(|&&slot| slot >= 0).collect::<BTreeSet<_>>().len(),
                 gemms_us,
                 us: MODES[1..].iter().map(|&(name, _)| name.to_owned()).zip(us).collect(),
             });

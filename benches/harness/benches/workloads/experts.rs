@@ -7,7 +7,6 @@ use aril::{
     DType,
     cuda::{LoraExperts, Workspace, raw},
     model::{Activation, Model},
-    routing::Batch,
 };
 use half::bf16;
 
@@ -136,7 +135,7 @@ impl<'a> ExpertsLayer<'a> {
         // SAFETY: the memory lives as long as the routing, and is its own.
         let mut routing = unsafe { raw::Routing::new(&gpu.kernels, capacity, 1, memory.region()) }?;
         // SAFETY: the stream is alive and not capturing.
-        let batch = unsafe { routing.update(&Batch::new(&workload.slots), gpu.raw_stream()) }?;
+        let batch = unsafe { routing.update(&workload.slots, None, gpu.raw_stream()) }?;
 
         let routes = experts.plan().routes();
         let grouping_memory = zeros(gpu, raw::Grouping::device_bytes(routes)?)?;

@@ -49,7 +49,8 @@ fn the_check_tells_right_from_wrong() {
     let x: Vec<_> = data.inputs.range(0, tokens * 100).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let (x, y_matrix) = (Matrix::new(&x, tokens, 100).unwrap(), MatrixMut::new(&mut y, tokens, 80).unwrap());
-    let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+    let slots = slots_of(&weights, &workload.slots);
+    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     LoraLinear::new(&weights, id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
 
@@ -75,7 +76,8 @@ fn the_check_of_embeddings_too() {
     let ids: Vec<i32> = (0..tokens).map(|token| i32::try_from(workload.token_id(token)).unwrap()).collect();
     let mut y: Vec<_> = data.bases.range(0, tokens * 80).collect();
     let y_matrix = MatrixMut::new(&mut y, tokens, 80).unwrap();
-    let (batch, mut workspace) = (Batch::new(&workload.slots), Workspace::default());
+    let slots = slots_of(&weights, &workload.slots);
+    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
     let mut step = weights.step(&batch, &mut workspace).unwrap();
     LoraEmbedding::new(&weights, id).unwrap().add_delta(&mut step, &ids, y_matrix).unwrap();
 
@@ -126,7 +128,7 @@ fn the_check_of_experts_too() {
             // Of noise hardly anything is zero.
             padding.extend((0..elems.len()).filter(|&elem| elems[elem] == bf16::ZERO).map(|elem| first + elem));
             first += elems.len();
-            weights.load(Slot::new(slot as u16), &image).unwrap();
+            weights.load(slot, &image).unwrap();
         }
         assert_eq!(first, layout.elems);
         let expected: BTreeSet<usize> = layout.padding(&workload).into_iter().flatten().collect();
@@ -135,7 +137,8 @@ fn the_check_of_experts_too() {
         let (ids, [inputs, outputs]) = (workload.chosen(1), workload.of_down());
         let Shape { hidden, inter, top_k, .. } = workload.shape;
         let (tokens, routes) = (workload.num_tokens(), workload.num_routes());
-        let (batch, top) = (Batch::new(&workload.slots), TopK::new(&ids, top_k).unwrap());
+        let slots = slots_of(&weights, &workload.slots);
+        let (batch, top) = (Batch::new(&slots), TopK::new(&ids, top_k).unwrap());
         let (experts, mut workspace) = (LoraExperts::new(&weights, id).unwrap(), Workspace::default());
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         let [x, h]: [Vec<bf16>; 2] = [(0, tokens * hidden), (inputs, routes * inter)]
@@ -174,7 +177,7 @@ fn the_check_of_experts_too() {
 
 #[test]
 fn checked_tokens_are_spread_over_those_with_an_adapter() {
-    let slots: Vec<Slot> = (0..1000).map(|token| bytemuck::cast(if token % 4 == 0 { -1 } else { token })).collect();
+    let slots: Vec<i32> = (0..1000).map(|token| if token % 4 == 0 { -1 } else { token }).collect();
     let checked = checked_tokens(&slots);
     assert_eq!((checked.len(), checked[0], *checked.last().unwrap()), (32, 1, 999));
     assert!(checked.is_sorted() && checked.iter().all(|token| token % 4 != 0));
@@ -229,8 +232,14 @@ fn tiny(operation: Operation, in_features: usize, out_slices: Vec<usize>, ranks:
     }
 }
 
-fn tiny_slots() -> Vec<Slot> {
-    [2, 0, -1, 1, 2, 0].map(|slot: i32| bytemuck::cast(slot)).to_vec()
+fn tiny_slots() -> Vec<i32> {
+    vec![2, 0, -1, 1, 2, 0]
+}
+
+/// The slots of these numbers, with the adapters that are there.
+fn slots_of(weights: &WeightTable, numbers: &[i32]) -> Vec<Slot> {
+    let slot = |&number: &i32| usize::try_from(number).map_or(Slot::BASE, |slot| weights.get(slot).unwrap().slot);
+    numbers.iter().map(slot).collect()
 }
 
 fn tiny_data() -> Data {
@@ -242,7 +251,7 @@ fn loaded(data: &Data, workload: &Workload, model: &Model, set: usize) -> Weight
     let arena_bytes = SetLayout::new(workload).elems * DType::BF16.bytes();
     let weights = WeightTable::new(model, DType::BF16, workload.capacity(), arena_bytes).unwrap();
     for (slot, adapter) in data.adapters(workload, set).unwrap().iter().enumerate() {
-        weights.load(Slot::new(slot as u16), &adapter.plan(model, DType::BF16).unwrap()).unwrap();
+        weights.load(slot, &adapter.plan(model, DType::BF16).unwrap()).unwrap();
     }
     weights
 }

@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cuda::{self, Graph, Grouping, LoraExperts, RoutedBatch, WeightTable, Workspace},
+    cuda::{self, Graph, Grouping, LoraExperts, Routing, WeightTable, Workspace},
     model::{Experts, Model, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     routing::Batch,
@@ -63,10 +63,10 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
         router: device.noise(EXPERTS, HIDDEN)?,
         gate_up: device.random_experts(2 * INTER, HIDDEN)?,
         down: device.random_experts(HIDDEN, INTER)?,
-        lora: device.lora_experts(&per_expert, id)?,
+        lora: device.lora_experts(&per_expert.0, id)?,
         device: &device,
     };
-    let Buffers { mut routing, mut workspace } = device.buffers(&per_expert)?;
+    let Buffers { mut routing, mut workspace } = device.buffers(&per_expert.0)?;
     let mut grouping = device.grouping(RouteCapacity::tokens(MAX_TOKENS).top_k(TOP_K).experts(EXPERTS))?;
 
     let mut table = format!(
@@ -76,14 +76,15 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
     );
     for tokens in TOKENS {
         let slot = |token| if tokens <= 128 { token % ADAPTERS } else { token * ADAPTERS / tokens };
-        let slots = (0..tokens).map(|token| u16::try_from(slot(token)).map(Slot::new));
-        let slots = slots.collect::<std::result::Result<Vec<_>, _>>()?;
+        let of = |slots: &[Slot]| (0..tokens).map(|token| slots[slot(token)]).collect::<Vec<_>>();
         let inputs = (0..TURNS).map(|turn| device.tokens(turn, tokens)).collect::<Result<Vec<_>>>()?;
         let mut values = Values::new(&device, tokens)?;
         let mut graphs = Vec::new();
         let mut outputs = Vec::new();
         for (adapters, adapted) in [(&per_expert, false), (&per_expert, true), (&shared_outer, true)] {
             // A first run loads what is loaded lazily.
+            let (adapters, slots) = adapters;
+            let slots = of(slots);
             let batch = routing.update(&Batch::new(&slots))?;
             let mut step = adapters.step(&batch, &mut workspace)?;
             layer.enqueue(&mut step, &mut grouping, &inputs[0], &mut values, adapted)?;
@@ -93,7 +94,7 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
                     inputs.iter().try_for_each(|x| layer.enqueue(step, &mut grouping, x, &mut values, adapted))
                 })
             })?;
-            graphs.push((adapters, graph));
+            graphs.push((adapters, slots, graph));
         }
         for with in &outputs[1..] {
             let moved = difference(with, &outputs[0]);
@@ -101,8 +102,7 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
                 bail!("{tokens} tokens: adapters move the layer's output by {moved:e} of its size");
             }
         }
-        let batch = routing.update(&Batch::new(&slots))?;
-        let [without, per_expert, shared_outer] = device.time(&mut graphs, &batch, &mut workspace)?[..] else {
+        let [without, per_expert, shared_outer] = device.time(&mut graphs, &mut routing, &mut workspace)?[..] else {
             unreachable!("three graphs")
         };
         let added = |us: f64| format!("{us:.1} (+{:.1})", us - without);
@@ -208,7 +208,7 @@ impl Cuda<bf16> {
         &self,
         model: &Model,
         [gate_up_a, gate_up_b, down_a, down_b]: [usize; 4],
-    ) -> Result<WeightTable> {
+    ) -> Result<(WeightTable, Vec<Slot>)> {
         let mut tensors = Vec::new();
         let modules = [
             ("gate_proj", HIDDEN, INTER, gate_up_a, gate_up_b),
@@ -230,26 +230,27 @@ impl Cuda<bf16> {
         let images = images.collect::<std::result::Result<Vec<_>, _>>()?;
         let capacity = Capacity::tokens(MAX_TOKENS).slots(ADAPTERS).rank(RANK);
         let table = self.adapters(model, capacity, WeightTable::arena_bytes(&images))?;
-        for (slot, image) in (0..).zip(&images) {
-            self.load(&table, Slot::new(slot), image, |_| ())?;
-        }
-        Ok(table)
+        let slots = images.iter().enumerate().map(|(slot, image)| self.load(&table, slot, image, |_| ()));
+        let slots = slots.collect::<Result<_>>()?;
+        Ok((table, slots))
     }
 
     /// How long a layer of each graph takes, in µs. The graphs take turns, so that each meets the same clocks.
     fn time(
         &self,
-        graphs: &mut [(&WeightTable, Graph)],
-        batch: &RoutedBatch<'_>,
+        graphs: &mut [(&WeightTable, Vec<Slot>, Graph)],
+        routing: &mut Routing,
         workspace: &mut Workspace,
     ) -> Result<Vec<f64>> {
         let stream = self.queue.stream();
         let event = || stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let mut times = vec![Vec::new(); graphs.len()];
         for replay in 0..WARM_UPS + REPLAYS {
-            for ((adapters, graph), times) in graphs.iter_mut().zip(&mut times) {
+            for ((adapters, slots, graph), times) in graphs.iter_mut().zip(&mut times) {
                 let (start, end) = (event()?, event()?);
-                let mut step = adapters.step(batch, workspace)?;
+                routing.wait()?;
+                let batch = routing.update(&Batch::new(slots))?;
+                let mut step = adapters.step(&batch, workspace)?;
                 start.record(stream)?;
                 graph.replay(&mut step)?;
                 end.record(stream)?;
