@@ -214,7 +214,7 @@ fn keep_largest(indices: &mut Vec<usize>, count: usize, value: impl Fn(usize) ->
 
 #[cfg(test)]
 mod tests {
-    use super::{Before, Changes, Chosen, Sampler, Sampling, rank};
+    use super::{Before, Changes, Chosen, Logprobs, Sampler, Sampling, rank};
     use crate::{cpu::sampling::candidates, device::Draw};
 
     const NOTHING: Before<'_> = Before { prompt: &[], chosen: &[], stop_tokens: &[] };
@@ -348,5 +348,12 @@ mod tests {
         let chosen = choose(Sampling { logprobs: Some(5), ..GREEDY }, &[3.0, 5.0, 1.0, 4.0, 2.0, 6.0]);
         let top = chosen.and_then(|chosen| chosen.logprobs).expect("log-probabilities were asked for").top;
         assert_eq!(top.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [5, 1, 3, 0, 4]);
+        // The first of equals, of many.
+        let mut logits = [1.0; 500];
+        let top =
+            |logits: &[f32]| Logprobs::of(logits, 0, 3).top.into_iter().map(|(token, _)| token).collect::<Vec<_>>();
+        assert_eq!(top(&logits), [0, 1, 2]);
+        logits[400] = 2.0;
+        assert_eq!(top(&logits), [400, 0, 1]);
     }
 }

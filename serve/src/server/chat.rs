@@ -274,5 +274,23 @@ mod tests {
         let options = Options { continues_last: true, ..Options::default() };
         assert_eq!(render(&template, messages.clone(), &options), "<user>Hi<end><assistant> Hello, ");
         assert_eq!(render(&template, messages, &Options::default()), "<user>Hi<end><assistant> Hello, <end>");
+        // The last of several texts that are the same.
+        let messages =
+            json!([{ "role": "user", "content": "Say yes, please" }, { "role": "assistant", "content": "yes" }]);
+        assert_eq!(render(&template, messages, &options), "<user>Say yes, please<end><assistant>yes");
+    }
+
+    /// A quote behind a backslash is in its string, as in Python.
+    #[test]
+    fn strings_may_have_quotes() {
+        let user = json!([{ "role": "user", "content": "you" }]);
+        for (source, text) in [
+            (r"{{ 'it\'s %s' % messages[0].content }}", "it's you"),
+            (r#"{{ "a \" b %s" % messages[0].content }}"#, "a \" b you"),
+            (r"{% set end = '\'%}' %}{{ end + messages[0].content }}", "'%}you"),
+            (r"{{ '\\' + '%s' % messages[0].content }}", r"\you"),
+        ] {
+            assert_eq!(render(&template(source, &json!({})), user.clone(), &Options::default()), text, "{source}");
+        }
     }
 }

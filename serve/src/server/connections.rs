@@ -178,3 +178,43 @@ impl AsyncWrite for Timed {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use axum::routing::get;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    /// More than what sockets hold.
+    const BYTES: usize = 16 << 20;
+    const TIME: Duration = Duration::from_secs(3);
+
+    /// Reads an answer with a body of so many bytes, and returns how many arrive.
+    async fn read(stream: &mut TcpStream, bytes: usize) -> usize {
+        let (mut head, mut byte) = (Vec::new(), [0]);
+        while !head.ends_with(b"\r\n\r\n") {
+            stream.read_exact(&mut byte).await.expect("a head arrives");
+            head.push(byte[0]);
+        }
+        let mut body = Vec::new();
+        stream.take(bytes as u64).read_to_end(&mut body).await.map_or(0, |_| body.len())
+    }
+
+    /// Each request of a connection has its own time for a client that reads late.
+    #[tokio::test]
+    async fn a_later_request_has_as_much_time() {
+        let app = Router::new().route("/", get(|| async { "small" })).route("/large", get(|| async { vec![0; BYTES] }));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+        let address = listener.local_addr().expect("it has an address");
+        let (_running, stopped) = watch::channel(false);
+        tokio::spawn(serve(listener, app, TIME, stopped));
+        let mut stream = TcpStream::connect(address).await.expect("it listens");
+        for (path, bytes) in [("/", 5), ("/", 5), ("/large", BYTES)] {
+            stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").as_bytes()).await.expect("it is read");
+            // Three of these take longer than one request may.
+            sleep(TIME * 2 / 5).await;
+            assert_eq!(read(&mut stream, bytes).await, bytes);
+        }
+    }
+}

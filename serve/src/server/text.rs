@@ -181,6 +181,9 @@ mod tests {
         let late = |min_tokens| End { min_tokens, ..End::default() };
         assert_eq!(ended(&["two"], late(tokens)), ("one two three four".into(), false));
         assert_eq!(ended(&["two", "three"], late(tokens)), ("one two ".into(), true));
+        // Nor is the last of them.
+        assert_eq!(ended(&["wo"], late(tokens)), ("one two three four".into(), false));
+        assert_eq!(ended(&["wo"], late(tokens - 1)), ("one t".into(), true));
         // " t" is the third token, and "wo" the fourth.
         assert_eq!(ended(&["two"], late(2)), ("one ".into(), true));
     }

@@ -64,3 +64,22 @@ fn place(candidates: &[(usize, f64)], place: f64) -> usize {
 fn total(candidates: &[(usize, f64)]) -> f64 {
     candidates.iter().map(|(_, weight)| weight).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::choose;
+    use crate::device::Draw;
+
+    /// Each token has its part of the unit interval, with its begin and without its end, so that one without weight is never drawn.
+    #[test]
+    fn a_place_belongs_to_one_token() {
+        let draw = |logits: &[f32], place| choose(logits, &Draw { temperature: 1.0, place, ..Draw::GREEDY }).0;
+        let never = f32::NEG_INFINITY;
+        let most = 1.0_f64.next_down();
+        for place in [0.0, 0.5, most] {
+            assert_eq!(draw(&[never, 0.0, never], place), Some(1));
+        }
+        let halves = [never, 0.0, never, 0.0, never];
+        assert_eq!([0.0, 0.5_f64.next_down(), 0.5, most].map(|place| draw(&halves, place)), [1, 1, 3, 3].map(Some));
+    }
+}
