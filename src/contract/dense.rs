@@ -19,6 +19,7 @@ pub(crate) struct Linear {
 
 impl Linear {
     /// Alignment of the rows of a stack, of y with its columns of v, and of what replaces it, and of each of their rows, in bytes.
+    #[cfg(feature = "cuda")]
     pub(crate) const STACKED_ALIGNMENT_BYTES: usize = 16;
 
     pub(crate) fn new(
@@ -68,18 +69,21 @@ impl Linear {
     }
 
     /// Of what replaces y behind a layer in a stack.
+    #[cfg(feature = "cuda")]
     pub(crate) fn check_stacked_out(&self, step: StepShape, out: Shape) -> Result<(), OperandError> {
         out.expect("out", self.plan.dtype(), step.num_tokens, self.gate_up()?)?;
         out.expect_aligned_rows("out", Self::STACKED_ALIGNMENT_BYTES)
     }
 
     /// Rejects rows of a stack that are not `rows` of the layer's input features.
+    #[cfg(feature = "cuda")]
     pub(crate) fn check_stack(site: &LinearSite, dtype: DType, shape: Shape, rows: usize) -> Result<(), OperandError> {
         shape.expect("the stack's rows", dtype, rows, site.in_features())?;
         shape.expect_aligned_rows("the stack's rows", Self::STACKED_ALIGNMENT_BYTES)
     }
 
     /// Of a layer in a stack: y with its columns of v. Returns the column that v begins at.
+    #[cfg(feature = "cuda")]
     pub(crate) fn check_stacked(&self, step: StepShape, y: Shape, stacked: usize) -> Result<usize, OperandError> {
         let (dtype, outs) = (self.check_step(step)?, self.site.out_features());
         y.expect("y", dtype, step.num_tokens, outs + stacked)?;
