@@ -95,7 +95,9 @@ impl Ranks for Failing {
 
     fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
         let mut messages = self.channel.all_gather(message)?;
-        match *self.fails.lock().unwrap() {
+        // Not within the lock, which a panic would poison.
+        let fails = *self.fails.lock().unwrap();
+        match fails {
             None => {}
             Some(Fails::Panics) => panic::resume_unwind(Box::new(())),
             Some(Fails::Lies) => {
