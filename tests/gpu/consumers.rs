@@ -417,7 +417,7 @@ fn a_consumers_launch_allocates_nothing_and_refuses_by_name() {
         [gate_up, Linear::new("o", Parallel::Replicated, 8).slice("o", FEATURES)].map(|linear| spec.linear(linear));
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(8);
-    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 12).unwrap();
+    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 13).unwrap();
     let [gate_up, o] = [gate_up, o].map(|id| LoraLinear::new(&weights, id.unwrap()).unwrap());
     let mut routing = Routing::new(queue, capacity, 32).unwrap();
     let [mut workspace, mut captured] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());

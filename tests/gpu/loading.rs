@@ -214,7 +214,12 @@ fn dropped_reservations_give_their_room_back() {
         setup.weights.unload(0).unwrap();
         let free = setup.weights.usage();
         assert_eq!(free.used, 0, "{what}");
-        let reservation = setup.weights.reserve(if stage == Stage::Pending { &small } else { &broken }).unwrap();
+        let reserved = match stage {
+            Stage::Pending => &small,
+            Stage::Filled => &large,
+            _ => &broken,
+        };
+        let reservation = setup.weights.reserve(reserved).unwrap();
         assert_eq!(setup.weights.fits(&large), stage == Stage::Pending, "{what}");
         match stage {
             Stage::Reserved => drop(reservation),
