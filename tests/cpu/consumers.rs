@@ -92,7 +92,7 @@ fn silu_mul_refuses_other_layers_and_operands() {
     let [pair, uneven, single] = [("pair", &[4, 4][..]), ("uneven", &[4, 5]), ("single", &[8])]
         .map(|(name, outputs)| spec.linear(layer(name, outputs)).unwrap());
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 12).unwrap();
+    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 16).unwrap();
     let slots = [Slot::BASE; 2];
     let run = |id, y_cols: usize, out_cols: usize, slots: &[Slot]| {
         let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
