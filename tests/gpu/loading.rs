@@ -216,7 +216,7 @@ fn dropped_reservations_give_their_room_back() {
         assert_eq!(free.used, 0, "{what}");
         let reserved = match stage {
             Stage::Pending => &small,
-            Stage::Filled => &large,
+            Stage::Filled | Stage::Late => &large,
             _ => &broken,
         };
         let reservation = setup.weights.reserve(reserved).unwrap();

@@ -148,10 +148,10 @@ fn pool(criterion: &mut Criterion) {
 
 fn segments(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("segments");
-    for (tokens, num_slots) in [(64, 8), (256, 64), (8192, 64)] {
+    for (tokens, num_slots) in [(64, 8_u16), (256, 64), (8192, 64)] {
         // Scattered over the slots.
-        let slots: Vec<i32> = (0..tokens).map(|token| (token * 7919 % num_slots) as i32).collect();
-        let segments = Segments::new(&slots, num_slots);
+        let slots: Vec<i32> = (0..).map(|token| token * 7919 % i32::from(num_slots)).take(tokens).collect();
+        let segments = Segments::new(&slots, num_slots.into());
         assert_eq!(segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>(), tokens);
         group.throughput(Throughput::Elements(tokens as u64));
         group.bench_function(format!("t{tokens}/s{num_slots}"), |bencher| {
