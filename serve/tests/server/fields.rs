@@ -229,6 +229,22 @@ async fn generate_is_sglangs() {
     let streamed = json!({ "text": [QUESTION, QUESTION], "sampling_params": { "temperature": 0 }, "stream": true });
     let streamed = chunks(server.send("/generate", streamed.to_string()).await).await;
     assert!(streamed.len() == 12 && (0..2).all(|index| streamed.iter().any(|chunk| chunk["index"] == index)));
+    // Each stream has its own prompt's and choice's text.
+    let sampling = json!({ "temperature": 5.0, "sampling_seed": 3, "n": 2, "max_new_tokens": 4, "ignore_eos": true });
+    let several = json!({ "text": [QUESTION, "Name a fruit."], "sampling_params": sampling });
+    let whole = native(&server, several.clone()).await;
+    let whole: Vec<Value> = whole.as_array().expect("there are several").clone();
+    let streamed = with(several, &json!({ "stream": true }));
+    let streamed = chunks(server.send("/generate", streamed.to_string()).await).await;
+    for (index, whole) in whole.iter().enumerate() {
+        let last = streamed.iter().rfind(|chunk| chunk["index"] == index).expect("each has chunks");
+        for field in ["text", "output_ids"] {
+            assert_eq!(last[field], whole[field], "{field} of {index}");
+        }
+        assert_eq!(last["meta_info"]["finish_reason"], whole["meta_info"]["finish_reason"], "{index}");
+    }
+    let texts: std::collections::BTreeSet<String> = whole.iter().map(|answer| answer["text"].to_string()).collect();
+    assert_eq!((whole.len(), texts.len()), (4, 4), "they differ");
     for (changes, part) in [
         (json!({ "sampling_params": { "regex": "a+" } }), "`sampling_params.regex` = \"a+\" is not implemented"),
         (json!({ "sampling_params": { "max_tokens": 3 } }), "`sampling_params.max_tokens` = 3"),

@@ -575,6 +575,16 @@ fn requests_that_cannot_be_served_are_named() {
     }
 }
 
+/// A prompt and its new tokens may take all positions, and no more.
+#[test]
+fn a_request_may_fill_the_positions() {
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "token_ids": vec![1; 508] }]));
+    let of = |count| ["--requests", &*requests, "--max-new-tokens", count].map(str::to_owned);
+    assert!(!succeeds(of("4")).is_empty());
+    refuses(of("5"), &["request 0", "508 tokens and 5 new ones are more than the model's 512 positions"]);
+}
+
 #[test]
 fn a_request_whose_activations_overflow_is_named() {
     let files = Files::new();
