@@ -1,6 +1,5 @@
 //! Work on the host: planning, packing an adapter, a step of a pool, grouping a batch, admitting requests, and the operations of the
 //! CPU.
-#![expect(clippy::cast_possible_truncation, reason = "its numbers are small")]
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -155,7 +154,7 @@ fn segments(criterion: &mut Criterion) {
         assert_eq!(segments.iter().map(|(_, tokens)| tokens.len()).sum::<usize>(), tokens);
         group.throughput(Throughput::Elements(tokens as u64));
         group.bench_function(format!("t{tokens}/s{num_slots}"), |bencher| {
-            bencher.iter(|| Segments::new(black_box(&slots), num_slots));
+            bencher.iter(|| Segments::new(black_box(&slots), num_slots.into()));
         });
     }
 }
