@@ -15,6 +15,7 @@ use std::{
 };
 
 use aril::{
+    Slot,
     group::GroupPool,
     pool::{self, AdapterId, Load, PoolError, Residency, Snapshot, Source, StreamId},
 };
@@ -85,7 +86,10 @@ pub(crate) fn follow<D: Capture>(
 ) -> Result<()> {
     loop {
         match orders.recv() {
-            Ok(Order::Step(plan, is_behind)) => drop(runner.enqueue(adapters.slots(), &plan, is_behind)?),
+            Ok(Order::Step(mut plan, is_behind)) => {
+                adapters.name_own_slots(&mut plan)?;
+                drop(runner.enqueue(adapters.slots(), &plan, is_behind)?);
+            }
             Ok(Order::Adapter(change)) => adapters.carry_out(change)?,
             Ok(Order::End) => return Ok(()),
             Err(_) => bail!("rank 0 has ended"),
@@ -112,6 +116,19 @@ impl<D: Capture> RankPool<D> {
     /// What has the slots of the adapters.
     pub(crate) fn slots(&self) -> Slots<'_, D> {
         Slots::Ranks(&self.pool)
+    }
+
+    /// Names the slots of the first rank's plan as the leases of this rank do: the ranks have the same slots, and different copies.
+    fn name_own_slots(&self, plan: &mut Plan) -> Result<()> {
+        let own = self.leases.values().map(|lease| (lease.slot().index(), lease.slot()));
+        let own: HashMap<Option<usize>, Slot> = own.chain([(None, Slot::BASE)]).collect();
+        for chunk in &mut plan.chunks {
+            let Some(&slot) = own.get(&chunk.slot.index()) else {
+                bail!("this rank has not leased {:?}, which rank 0 has", chunk.slot);
+            };
+            chunk.slot = slot;
+        }
+        Ok(())
     }
 
     /// Does what all ranks do, with the same result. If they cannot go on, the next end of a step returns an error.
