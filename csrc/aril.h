@@ -316,8 +316,8 @@ typedef struct aril_stack_layer {
   int32_t first_block;  // ceil(in_features / ARIL_K_TILE) * num_slices of each layer before
 } aril_stack_layer;
 
-// Copies a slot into the stack. The slot leaves every other position. A slot with a module of a
-// higher rank than the stack's is not in the stack.
+// Copies a slot into the stack. The slot leaves every other position. No module of the slot has a
+// higher rank than the stack.
 typedef struct aril_stack_args {
   int32_t slot;  // -1: empties the position
   int32_t position;

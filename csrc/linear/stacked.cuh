@@ -3,10 +3,10 @@
 // Layers whose base GEMM computes v = A x with its own outputs: the copy of A into the stack, and
 // expand, alone and within SiLU and product.
 //
-// A warp of expand has a token tile and an output tile, or a unit of gate and one of up. It loads tile, rows
-// and modules side by side, requests B before the wait for predecessors, y and v after it, and
-// multiplies from registers: v has 16 bits, so it is an operand as it is, and the scaling follows
-// the product. No block waits for another one, and none synchronizes.
+// A warp of expand has a token tile and one or two units, or a unit of gate and one of up. It loads
+// tile, rows and modules side by side, requests B before the wait for predecessors, y and v after
+// it, and multiplies from registers: v has 16 bits, so it is an operand as it is, and the scaling
+// follows the product. No block waits for another one, and none synchronizes.
 //
 // Bound: the bytes of B and y, behind two round trips.
 #pragma once
