@@ -176,6 +176,9 @@ __device__ __forceinline__ const char* unit_at(const char* b, int out, int rank_
          out % ARIL_OUT_TILE / ARIL_OUT_UNIT * kUnitBytes;
 }
 
+// The delta of a row without a module: added to a zero, it keeps its sign.
+constexpr float kNoDelta = -0.0f;
+
 template <int kCount>
 __device__ __forceinline__ void fill(float (&sums)[kCount][4], float value) {
 #pragma unroll

@@ -65,9 +65,6 @@ __device__ __forceinline__ void multiply_small_m(float (&deltas)[4][4], const ui
   }
 }
 
-// The delta of a row without a module: added to a zero, it keeps its sign.
-constexpr float kNoDelta = -0.0f;
-
 // Gathers v of `count` rows, scales it, and stores its terms as operands [steps][kTerms][32 lanes].
 // ranks_of(t, step) gives what v.load2() is asked for. Eight pairs of ranks make a step; four
 // threads gather a pair if there are enough, otherwise one.

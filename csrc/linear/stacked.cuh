@@ -19,7 +19,6 @@
 #include "../ptx/mma.cuh"
 #include "../ptx/pdl.cuh"
 #include "../ptx/tma.cuh"
-#include "small_m_expand.cuh"
 
 namespace aril::detail {
 

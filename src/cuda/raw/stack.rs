@@ -44,7 +44,6 @@ pub struct Stack {
     modules: u64,
     layers: u64,
     num_blocks: usize,
-    num_entries: usize,
     /// The first entries of its layers, sorted.
     entries: Vec<usize>,
 }
@@ -118,7 +117,7 @@ impl Stack {
             return Err(OperandError::Twice { operand: "a layer of the stack" }.into());
         }
         int(num_blocks)?;
-        // SAFETY: plain data without padding that matters: the driver copies bytes.
+        // SAFETY: plain data without padding.
         let bytes =
             unsafe { std::slice::from_raw_parts(table.as_ptr().cast::<u8>(), mem::size_of_val(table.as_slice())) };
         let on = stream.as_raw().cast();
@@ -128,20 +127,8 @@ impl Stack {
         unsafe { result::memset_d8_async(modules, 0xff, module_bytes, on) }?;
         // SAFETY: as above. From pageable memory, the driver has read the bytes when it returns.
         unsafe { result::memcpy_htod_async(layers, bytes, on) }?;
-        let num_entries = model.num_entries();
         let kernels = kernels.clone();
-        Ok(Self {
-            kernels,
-            model: model.id(),
-            dtype,
-            positions,
-            rank,
-            modules,
-            layers,
-            num_blocks,
-            num_entries,
-            entries,
-        })
+        Ok(Self { kernels, model: model.id(), dtype, positions, rank, modules, layers, num_blocks, entries })
     }
 
     /// Room for so many adapters.
@@ -214,7 +201,6 @@ impl Stack {
 
     /// The modules of a layer.
     pub(in crate::cuda) fn modules_of(&self, site: &LinearSite) -> *const ffi::aril_stacked_module {
-        debug_assert!(site.first_entry() < self.num_entries);
         let offset = site.first_entry() * self.positions * size_of::<ffi::aril_stacked_module>();
         (self.modules + offset as u64) as *const _
     }

@@ -6,10 +6,7 @@ use std::{
     fmt,
     marker::PhantomData,
     ptr,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use cudarc::driver::{
@@ -29,6 +26,7 @@ use crate::{
     },
     error::OperandError,
     plan::WorkspaceBytes,
+    unique::unique,
 };
 
 /// The operations of one batch. The step checks once what they share: table, batch, workspace and stream.
@@ -82,8 +80,7 @@ pub(in crate::cuda) struct Moment(u64);
 
 impl Moment {
     pub(in crate::cuda) fn now() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+        Self(unique())
     }
 }
 
@@ -117,8 +114,8 @@ impl<'a> Step<'a> {
     /// Enqueues a copy of `from` to the start of `to`. A captured step records it, and keeps both. Never waits.
     ///
     /// # Errors
-    /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another context or (for
-    /// another stream, or is borrowed and the step is captured. Nothing was enqueued.
+    /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another context or
+    /// stream, or is borrowed and the step is captured. Nothing was enqueued.
     pub fn copy<'f, 't, T: DeviceRepr + Send + Sync + 'static>(
         &mut self,
         from: impl Into<View<'f, T>>,

@@ -136,32 +136,31 @@ impl Lies {
     }
 }
 
-impl Worlds for OnRanks<Lies, TestDevice> {
-    fn of(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self {
-        OnRanks::of(Lies { rng: StdRng::seed_from_u64(rng.random()), of_own: broken.is_own_changed }, worlds)
-    }
+/// A channel that a group of worlds has.
+trait Channel: Exchange + Sized {
+    fn group(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice>;
+}
 
-    fn source(bytes: usize) -> Self::Source {
-        Ok(bytes)
-    }
-
-    fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
-        self.backends()
-    }
-
-    fn num_reads(&self) -> usize {
-        OnRanks::num_reads(self)
+impl Channel for Lies {
+    fn group(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice> {
+        OnRanks::of(Self { rng: StdRng::seed_from_u64(rng.random()), of_own: broken.is_own_changed }, worlds)
     }
 }
 
-impl Worlds for OnRanks<Here, TestDevice> {
-    fn of(mut worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self {
+impl Channel for Here {
+    fn group(mut worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice> {
         // Some take a little more on some ranks.
         let extra = |world: &mut TestDevice| world.extra_bytes = rng.random_range(0..2) * GRANULE_BYTES;
         worlds.iter_mut().for_each(extra);
-        let mut ranks = OnRanks::of(Here, worlds);
+        let mut ranks = OnRanks::of(Self, worlds);
         ranks.agreements.broken = broken.agreement;
         ranks
+    }
+}
+
+impl<C: Channel> Worlds for OnRanks<C, TestDevice> {
+    fn of(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> Self {
+        C::group(worlds, rng, broken)
     }
 
     fn source(bytes: usize) -> Self::Source {
