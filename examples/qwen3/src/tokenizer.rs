@@ -13,6 +13,7 @@ use std::{
 };
 
 use serde_json::{Map, Value};
+use tokenizers::decoders::DecoderWrapper;
 
 use crate::{
     error::{Context, Error, Result, bail},
@@ -28,6 +29,18 @@ pub struct Tokenizer {
     /// The tokenizer of the crate `tokenizers`.
     pub inner: tokenizers::Tokenizer,
     least: Least,
+    spelling: Spelling,
+}
+
+/// How a decoder makes text of tokens.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Spelling {
+    /// A token has a character for each byte.
+    Bytes,
+    /// A token is text, or one byte as `<0xE9>`.
+    Fallback,
+    /// A token is text, which may depend on the token before.
+    Text,
 }
 
 impl Tokenizer {
@@ -64,7 +77,8 @@ impl Tokenizer {
         guarded(|| {
             let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| Error::new(error.to_string()))?;
             let least = if Least::holds(&fields) { Least::new(&inner.get_vocab(true)) } else { Least::default() };
-            Ok(Self { inner, least })
+            let spelling = Spelling::of(inner.get_decoder());
+            Ok(Self { inner, least, spelling })
         })
     }
 
@@ -92,6 +106,78 @@ impl Tokenizer {
         let decode = || self.inner.decode(tokens, skips_special).map_err(|error| Error::new(error.to_string()));
         guarded(decode).context("tokenizer.json")
     }
+
+    /// Whether a token has a text, if special ones are shown or not.
+    pub fn is_shown(&self, token: u32, shows_special: bool) -> bool {
+        let is_special = |spelled: &String| self.inner.get_added_vocabulary().is_special_token(spelled);
+        self.inner.id_to_token(token).is_some_and(|spelled| shows_special || !is_special(&spelled))
+    }
+
+    /// The bytes that a token adds to a text, behind the token `before` it or at its beginning. Those of a character may be of several tokens.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer fails.
+    pub fn bytes(&self, before: Option<u32>, token: u32) -> Result<Vec<u8>> {
+        let Some(spelled) = self.inner.id_to_token(token) else { return Ok(Vec::new()) };
+        if self.spelling == Spelling::Bytes {
+            let bytes: Option<Vec<u8>> = spelled.chars().map(byte_of).collect();
+            return Ok(bytes.unwrap_or_else(|| spelled.into_bytes()));
+        }
+        // What a text begins with may be dropped.
+        let byte = fallback_byte(&spelled).filter(|byte| before.is_some() || !byte.is_ascii());
+        if let (Spelling::Fallback, Some(byte)) = (self.spelling, byte) {
+            return Ok(vec![byte]);
+        }
+        let Some(before) = before else { return self.decode(&[token], false).map(String::into_bytes) };
+        let (first, both) = (self.decode(&[before], false)?, self.decode(&[before, token], false)?);
+        match both.strip_prefix(&first) {
+            Some(added) => Ok(added.as_bytes().to_vec()),
+            None => self.decode(&[token], false).map(String::into_bytes),
+        }
+    }
+
+    /// The replacement characters that stand for so many bytes, the beginning of a character that does not go on.
+    pub fn num_replacements(&self, bytes: usize) -> usize {
+        if self.spelling == Spelling::Fallback { bytes } else { 1 }
+    }
+}
+
+impl Spelling {
+    fn of(decoder: Option<&DecoderWrapper>) -> Self {
+        let parts = match decoder {
+            Some(DecoderWrapper::Sequence(sequence)) => sequence.get_decoders(),
+            one => one.map(std::slice::from_ref).unwrap_or_default(),
+        };
+        let is_plain = |part: &DecoderWrapper| matches!(part, DecoderWrapper::ByteLevel(_) | DecoderWrapper::Fuse(_));
+        if parts.iter().any(|part| matches!(part, DecoderWrapper::ByteFallback(_))) {
+            Self::Fallback
+        } else if parts.iter().any(|part| matches!(part, DecoderWrapper::ByteLevel(_))) && parts.iter().all(is_plain) {
+            Self::Bytes
+        } else {
+            Self::Text
+        }
+    }
+}
+
+/// The byte that a character stands for in a vocabulary of bytes: GPT-2's, which shows those that are no visible characters of Latin-1 as
+/// those from U+0100 on.
+fn byte_of(char: char) -> Option<u8> {
+    let code = u32::from(char);
+    let byte = match code {
+        0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => code,
+        0x100..=0x120 => code - 0x100,
+        0x121..=0x142 => code - 0x121 + 0x7f,
+        0x143 => 0xad,
+        _ => return None,
+    };
+    u8::try_from(byte).ok()
+}
+
+/// The byte that a token such as `<0xE9>` stands for.
+fn fallback_byte(spelled: &str) -> Option<u8> {
+    let digits = spelled.strip_prefix("<0x")?.strip_suffix('>')?;
+    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
 /// How many tokens a text has at least, which is found faster than its tokens.

@@ -22,8 +22,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
-    request::{Format, Job, Prompt, StreamedUsage},
-    text::{Added, End, Text},
+    request::{Echo, Format, Job, Prompt, StreamedUsage},
+    text::{Added, Place, Text},
 };
 use crate::{
     engine::{Chosen, Event, Failure, Finish, Logprobs, Request, Sampling},
@@ -105,6 +105,7 @@ impl Times {
 struct Piece {
     text: String,
     token: u32,
+    place: Place,
     logprobs: Option<Logprobs>,
     finish: Option<&'static str>,
     /// The stop string or the token that ended the text.
@@ -125,12 +126,12 @@ impl Choice {
                 Event::Failed(failure) => return Err(failure.into()),
             }
         };
-        let Added { mut text, mut is_stopped } = match finish {
+        let Added { place, mut text, mut is_stopped } = match finish {
             Some(Finish::Stop) => self.text.push_last(&server.tokenizer, token)?,
             _ => self.text.push(&server.tokenizer, token)?,
         };
         if finish.is_some() && !is_stopped {
-            let rest = self.text.end(&server.tokenizer)?;
+            let rest = self.text.end(&server.tokenizer);
             text.push_str(&rest.text);
             is_stopped = rest.is_stopped;
         }
@@ -146,7 +147,7 @@ impl Choice {
             None => Value::Null,
         };
         self.times.note(server, finish);
-        Ok(Piece { text, token, logprobs, finish, matched, prompt: std::mem::take(&mut self.prompt) })
+        Ok(Piece { text, token, place, logprobs, finish, matched, prompt: std::mem::take(&mut self.prompt) })
     }
 }
 
@@ -208,10 +209,12 @@ impl Server {
             }
         }
         let choice = |(index, submission)| {
-            let text = Text::new(job.end.clone());
-            Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() }
+            let Prompt { tokens, echo } = job.prompt(index);
+            let shown = echo.as_ref().map_or(0, |echo| echo.text.chars().count());
+            let text = Text::behind(tokens, shown, job.end.clone(), &self.tokenizer)?;
+            Ok(Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() })
         };
-        Ok(Ok(submissions.into_iter().enumerate().map(choice).collect()))
+        submissions.into_iter().enumerate().map(choice).collect::<ApiResult<_>>().map(Ok)
     }
 
     /// The most new tokens of a prompt.
@@ -310,63 +313,39 @@ impl Answer {
         Self { server, job, id, created, completion_tokens: 0 }
     }
 
-    fn prompt(&self, choice: usize) -> &Prompt {
-        &self.job.prompts[choice / self.job.choices]
-    }
-
     /// Whether the answer is the prompt alone.
     fn is_prompt_alone(&self) -> bool {
         self.job.max_tokens == Some(0)
     }
 
-    /// What the next token of a choice adds, which has text of so many characters before it; `is_first`: with what the prompt adds.
-    fn add(&mut self, choice: usize, piece: &Piece, offset: usize, is_first: bool) -> ApiResult<Addition> {
-        let mut added = if is_first && self.job.echo { self.echo(choice, &piece.prompt)? } else { Addition::default() };
+    /// What the next token of a choice adds; `is_first`: with what the prompt adds.
+    fn add(&mut self, choice: usize, piece: &Piece, is_first: bool) -> ApiResult<Addition> {
+        let mut added = if is_first { self.echo(choice, &piece.prompt)? } else { Addition::default() };
         (added.finish, added.matched) = (piece.finish, piece.matched.clone());
         if self.is_prompt_alone() {
             (added.finish, added.matched) = (Some("length"), Value::Null);
             return Ok(added);
         }
         self.completion_tokens += 1;
-        let offset = offset + added.text.chars().count();
         if let Some(logprobs) = &piece.logprobs {
-            added.logprobs.push(self, piece.token, offset, Some(logprobs))?;
+            added.logprobs.push(self, piece.token, piece.place, Some(logprobs))?;
         }
         added.text.push_str(&piece.text);
         added.tokens.push(piece.token);
         Ok(added)
     }
 
-    /// The prompt as it was sent, and its log-probabilities if they are asked for.
+    /// The prompt, and its log-probabilities, as far as they are asked for.
     fn echo(&self, choice: usize, logprobs: &[(Logprobs, usize)]) -> ApiResult<Addition> {
-        let Prompt { tokens, text } = self.prompt(choice);
-        let text = match text {
-            Some(text) => text.clone(),
-            None => self.server.tokenizer.decode(tokens, false)?,
-        };
-        let mut added = Addition { text, ..Addition::default() };
-        if self.job.sampling.logprobs.is_none() {
-            return Ok(added);
-        }
-        // Where each token's text begins. Special tokens that the tokenizer has added are no part of the text.
-        let len = added.text.chars().count();
-        let places = |shows_special| -> ApiResult<(Vec<usize>, usize)> {
-            let mut shown = Text::new(End { shows_special, ..End::default() });
-            let (mut places, mut at) = (Vec::with_capacity(tokens.len()), 0);
-            for &token in tokens {
-                places.push(at.min(len));
-                at += shown.push(&self.server.tokenizer, token)?.text.chars().count();
+        let Prompt { tokens, echo } = self.job.prompt(choice);
+        let Some(Echo { text, places }) = echo else { return Ok(Addition::default()) };
+        let mut added = Addition { text: text.clone(), ..Addition::default() };
+        if self.job.sampling.logprobs.is_some() {
+            // Nothing comes before the first token.
+            let logprobs = std::iter::once(None).chain(logprobs.iter().map(|(logprobs, _)| Some(logprobs)));
+            for ((&token, &place), logprobs) in tokens.iter().zip(places).zip(logprobs) {
+                added.logprobs.push(self, token, place, logprobs)?;
             }
-            Ok((places, at))
-        };
-        let places = match places(true)? {
-            (places, end) if end == len => places,
-            _ => places(false)?.0,
-        };
-        // Nothing comes before the first token.
-        let logprobs = std::iter::once(None).chain(logprobs.iter().map(|(logprobs, _)| Some(logprobs)));
-        for ((&token, place), logprobs) in tokens.iter().zip(places).zip(logprobs) {
-            added.logprobs.push(self, token, place, logprobs)?;
         }
         Ok(added)
     }
@@ -374,12 +353,14 @@ impl Answer {
     /// `prompt_logprobs` as vLLM has them: for each token but the first, an object by token id.
     fn prompt_logprobs(&self, choice: usize, logprobs: &[(Logprobs, usize)]) -> ApiResult<Value> {
         let Some(count) = self.job.prompt_logprobs else { return Ok(Value::Null) };
-        let entry = |token: u32, logprob: f32, rank: usize| -> ApiResult<(String, Value)> {
-            let text = self.server.token_text(token)?;
-            Ok((token.to_string(), json!({ "logprob": logprob, "rank": rank, "decoded_token": text })))
-        };
         let mut all = vec![Value::Null];
-        for (&token, (Logprobs { chosen, top }, rank)) in self.prompt(choice).tokens.iter().skip(1).zip(logprobs) {
+        for (tokens, (Logprobs { chosen, top }, rank)) in self.job.prompt(choice).tokens.windows(2).zip(logprobs) {
+            let [before, token] = [tokens[0], tokens[1]];
+            let entry = |token: u32, logprob: f32, rank: usize| -> ApiResult<(String, Value)> {
+                let bytes = self.server.tokenizer.bytes(Some(before), token)?;
+                let text = String::from_utf8_lossy(&bytes);
+                Ok((token.to_string(), json!({ "logprob": logprob, "rank": rank, "decoded_token": text })))
+            };
             let mut of_token = Map::from_iter([entry(token, *chosen, *rank)?]);
             for (place, &(other, logprob)) in top.iter().take(count).enumerate() {
                 if other != token {
@@ -398,19 +379,16 @@ impl Answer {
         let mut prompt_logprobs = Value::Null;
         for mut choice in choices {
             let mut all = Addition::default();
-            let mut offset = 0;
             while all.finish.is_none() {
                 let piece = choice.next(&Arc::clone(&self.server)).await?;
                 let is_first = all.tokens.is_empty();
                 if is_first {
                     prompt_logprobs = self.prompt_logprobs(choice.index, &piece.prompt)?;
                 }
-                let added = self.add(choice.index, &piece, offset, is_first)?;
-                offset += added.text.chars().count();
-                all.extend(added);
+                all.extend(self.add(choice.index, &piece, is_first)?);
             }
             if let Some(form) = self.job.native {
-                done.push(form.answer(&self.id, self.prompt(choice.index), &all));
+                done.push(form.answer(&self.id, self.job.prompt(choice.index), &all));
                 continue;
             }
             let logprobs = self.job.sampling.logprobs.map(|_| all.logprobs.json(self.job.format));
@@ -437,7 +415,7 @@ impl Answer {
             if self.job.return_token_ids {
                 whole["token_ids"] = json!(all.tokens);
                 if self.job.format == Format::Completion {
-                    whole["prompt_token_ids"] = json!(self.prompt(choice.index).tokens);
+                    whole["prompt_token_ids"] = json!(self.job.prompt(choice.index).tokens);
                 }
             }
             done.push(whole);
@@ -453,7 +431,7 @@ impl Answer {
         body["usage"] = self.usage();
         if self.job.format == Format::Chat {
             body["prompt_logprobs"] = prompt_logprobs;
-            let tokens = self.job.return_token_ids.then(|| &self.prompt(0).tokens);
+            let tokens = self.job.return_token_ids.then(|| &self.job.prompt(0).tokens);
             body["prompt_token_ids"] = json!(tokens);
         }
         Ok(Json(body).into_response())
@@ -462,15 +440,15 @@ impl Answer {
     /// Sends each token as it comes. Ends, and cancels the choices, when the client goes away.
     async fn stream(mut self, choices: Vec<Choice>, chunks: mpsc::Sender<Result<sse::Event, Infallible>>) {
         let mut left = choices.len();
-        // The characters of each choice that have been sent; `None` before the first token.
-        let mut sent: Vec<Option<usize>> = vec![None; choices.len()];
+        // The choices that have had a token.
+        let mut begun = vec![false; choices.len()];
         // What they have, if all of it is in each chunk.
         let mut so_far: Vec<Addition> = choices.iter().map(|_| Addition::default()).collect();
         if self.job.format == Format::Chat {
             for choice in &choices {
                 let mut chunk = self.chunk(choice.index, Addition::default(), true);
                 if self.job.return_token_ids && choice.index == 0 {
-                    chunk["prompt_token_ids"] = json!(self.prompt(0).tokens);
+                    chunk["prompt_token_ids"] = json!(self.job.prompt(0).tokens);
                 }
                 if chunks.send(event(&chunk)).await.is_err() {
                     return;
@@ -504,16 +482,15 @@ impl Answer {
                 Some((_, Err(error))) => return fail(&chunks, &error).await,
                 None => return fail(&chunks, &ApiError::internal("A choice has ended early.")).await,
             };
-            let is_first = sent[index].is_none();
-            let added = match self.add(index, &piece, sent[index].unwrap_or(0), is_first) {
+            let is_first = !std::mem::replace(&mut begun[index], true);
+            let added = match self.add(index, &piece, is_first) {
                 Ok(added) => added,
                 Err(error) => return fail(&chunks, &error).await,
             };
-            sent[index] = Some(sent[index].unwrap_or(0) + added.text.chars().count());
             left -= usize::from(added.finish.is_some());
             if let Some(form) = self.job.native {
                 so_far[index].extend(added);
-                let chunk = form.chunk(index, form.answer(&self.id, self.prompt(index), &so_far[index]));
+                let chunk = form.chunk(index, form.answer(&self.id, self.job.prompt(index), &so_far[index]));
                 if chunks.send(event(&chunk)).await.is_err() {
                     return;
                 }
@@ -524,7 +501,7 @@ impl Answer {
             if let Some(tokens) = tokens {
                 chunk["choices"][0]["token_ids"] = tokens;
                 if is_first && self.job.format == Format::Completion {
-                    chunk["choices"][0]["prompt_token_ids"] = json!(self.prompt(index).tokens);
+                    chunk["choices"][0]["prompt_token_ids"] = json!(self.job.prompt(index).tokens);
                 }
             }
             if chunks.send(event(&chunk)).await.is_err() {
@@ -588,63 +565,88 @@ impl Answer {
     }
 
     /// A token as log-probabilities name it.
-    fn token_text(&self, token: u32) -> ApiResult<String> {
-        if self.job.tokens_as_ids { Ok(format!("token_id:{token}")) } else { self.server.token_text(token) }
+    fn named(&self, before: Option<u32>, token: u32, logprob: Option<f32>) -> ApiResult<Named> {
+        let bytes = self.server.tokenizer.bytes(before, token)?;
+        let text = match self.job.tokens_as_ids {
+            true => format!("token_id:{token}"),
+            false => String::from_utf8_lossy(&bytes).into_owned(),
+        };
+        Ok(Named { text, bytes, logprob })
     }
 }
 
 /// The log-probabilities of a text's tokens.
 #[derive(Debug, Default)]
 pub(super) struct TokenLogprobs {
-    /// The text of each token, its place in the text, and its log-probability.
-    tokens: Vec<(String, usize, Option<f32>)>,
+    tokens: Vec<Named>,
+    /// The place of each in the text.
+    places: Vec<usize>,
     /// The most probable tokens in its place.
-    top: Vec<Option<Vec<(String, f32)>>>,
+    top: Vec<Option<Vec<Named>>>,
+}
+
+/// A token with its log-probability.
+#[derive(Debug)]
+struct Named {
+    text: String,
+    /// Those of a character may be of several tokens.
+    bytes: Vec<u8>,
+    logprob: Option<f32>,
+}
+
+impl Named {
+    fn json(&self) -> Value {
+        let Self { text, bytes, logprob } = self;
+        json!({ "token": text, "logprob": logprob, "bytes": bytes })
+    }
 }
 
 impl TokenLogprobs {
     /// The log-probability and the text of each token.
     pub(super) fn tokens(&self) -> impl Iterator<Item = (Option<f32>, &str)> {
-        self.tokens.iter().map(|(text, _, logprob)| (*logprob, text.as_str()))
+        self.tokens.iter().map(|token| (token.logprob, token.text.as_str()))
     }
 
     /// Adds a token; one that nothing comes before has no log-probabilities.
-    fn push(&mut self, answer: &Answer, token: u32, place: usize, logprobs: Option<&Logprobs>) -> ApiResult<()> {
+    fn push(&mut self, answer: &Answer, token: u32, place: Place, logprobs: Option<&Logprobs>) -> ApiResult<()> {
+        let named = |token, logprob| answer.named(place.before, token, logprob);
         let count = answer.job.sampling.logprobs.unwrap_or(0);
         let top = logprobs.map(|logprobs| {
             let top = logprobs.top.iter().take(count);
-            top.map(|&(token, logprob)| Ok((answer.token_text(token)?, logprob))).collect::<ApiResult<_>>()
+            top.map(|&(token, logprob)| named(token, Some(logprob))).collect::<ApiResult<_>>()
         });
-        self.tokens.push((answer.token_text(token)?, place, logprobs.map(|logprobs| logprobs.chosen)));
+        self.tokens.push(named(token, logprobs.map(|logprobs| logprobs.chosen))?);
+        self.places.push(place.at);
         self.top.push(top.transpose()?);
         Ok(())
     }
 
     fn extend(&mut self, other: Self) {
         self.tokens.extend(other.tokens);
+        self.places.extend(other.places);
         self.top.extend(other.top);
     }
 
     fn json(&self, format: Format) -> Value {
-        let Self { tokens, top } = self;
+        let Self { tokens, places, top } = self;
         match format {
             Format::Completion => json!({
-                "tokens": tokens.iter().map(|(text, ..)| text).collect::<Vec<_>>(),
-                "token_logprobs": tokens.iter().map(|(.., logprob)| logprob).collect::<Vec<_>>(),
-                "text_offset": tokens.iter().map(|(_, place, _)| place).collect::<Vec<_>>(),
-                "top_logprobs": tokens.iter().zip(top).map(|((token, _, logprob), top)| {
-                    // The token itself is among them.
-                    let own = (token.clone(), json!(logprob));
-                    let all = top.iter().flatten().map(|(text, logprob)| (text.clone(), json!(logprob)));
-                    top.as_ref().map(|_| Value::Object([own].into_iter().chain(all).collect()))
+                "tokens": tokens.iter().map(|token| &token.text).collect::<Vec<_>>(),
+                "token_logprobs": tokens.iter().map(|token| token.logprob).collect::<Vec<_>>(),
+                "text_offset": places,
+                "top_logprobs": tokens.iter().zip(top).map(|(token, top)| {
+                    // The token itself is among them. Of those that have the same text, it is the one that counts, or the most probable.
+                    let mut all = Map::new();
+                    for Named { text, logprob, .. } in std::iter::once(token).chain(top.iter().flatten()) {
+                        all.entry(text).or_insert_with(|| json!(logprob));
+                    }
+                    top.as_ref().map(|_| all)
                 }).collect::<Vec<_>>(),
             }),
             Format::Chat => {
-                let entry = |text: &str, logprob: Option<f32>| json!({ "token": text, "logprob": logprob, "bytes": text.as_bytes() });
-                let content = tokens.iter().zip(top).map(|((text, _, logprob), top)| {
-                    let mut content = entry(text, *logprob);
-                    content["top_logprobs"] =
-                        top.iter().flatten().map(|(text, logprob)| entry(text, Some(*logprob))).collect();
+                let content = tokens.iter().zip(top).map(|(token, top)| {
+                    let mut content = token.json();
+                    content["top_logprobs"] = top.iter().flatten().map(Named::json).collect();
                     content
                 });
                 json!({ "content": content.collect::<Vec<_>>() })

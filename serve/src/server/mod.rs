@@ -67,7 +67,7 @@ use crate::{
     error::{Context, Error, Result, bail},
     model::{Described, Split, describe},
     options::{LoadFormat, Options},
-    tokenizer::{Tokenizer, guarded},
+    tokenizer::Tokenizer,
     worker::{self, Handle, Setup, Version},
 };
 
@@ -134,12 +134,6 @@ impl Server {
     fn forget(&self, version: Version) {
         self.paths().remove(&version.id());
         drop(version);
-    }
-
-    /// The text of one token, special ones included.
-    fn token_text(&self, token: u32) -> ApiResult<String> {
-        let decode = || self.tokenizer.inner.decode(&[token], false).map_err(|error| Error::new(error.to_string()));
-        guarded(decode).map_err(|error| ApiError::internal(error.to_string()))
     }
 }
 

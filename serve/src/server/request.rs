@@ -14,7 +14,7 @@ use super::{
     error::{ApiError, ApiResult},
     fields::{Fields, On},
     messages, native,
-    text::End,
+    text::{Decoder, End, Place},
 };
 use crate::engine::{Changes, Sampling};
 
@@ -63,6 +63,11 @@ pub(super) struct Job {
 }
 
 impl Job {
+    /// The prompt of a choice.
+    pub(super) fn prompt(&self, choice: usize) -> &Prompt {
+        &self.prompts[choice / self.choices]
+    }
+
     /// The adapter that its names stand for now.
     pub(super) fn resolve(&self, server: &Server) -> ApiResult<Option<AdapterId>> {
         Ok(server.resolve(&self.model, self.lora_path.as_deref())?.adapter())
@@ -73,8 +78,16 @@ impl Job {
 #[derive(Debug)]
 pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
-    /// As it was sent; `None` if tokens were.
-    pub(super) text: Option<String>,
+    /// What an answer begins with.
+    pub(super) echo: Option<Echo>,
+}
+
+/// A prompt as text.
+#[derive(Debug)]
+pub(super) struct Echo {
+    pub(super) text: String,
+    /// Where each token is.
+    pub(super) places: Vec<Place>,
 }
 
 /// Which chunks of a stream have a usage.
@@ -170,18 +183,47 @@ impl Server {
         let (echo, logprobs) = (fields.is_on("echo")?, fields.take("logprobs")?);
         let adds_special = fields.take("add_special_tokens")?.unwrap_or(true);
         let job = Job { max_tokens, echo, ..self.job(Format::Completion, fields, prompts.len(), logprobs, deadline)? };
-        let of_text = |text: String| {
-            let tokens = self.encode(&text, adds_special, "prompt")?;
-            Ok(Prompt { tokens, text: Some(text) })
+        let prompt = |tokens: Vec<u32>, text: Option<String>| {
+            let echo = echo.then(|| self.echo(&tokens, text, max_tokens == Some(0))).transpose()?;
+            Ok(Prompt { tokens, echo })
         };
-        let of_tokens = |tokens| Prompt { tokens, text: None };
+        let of_text = |text: String| prompt(self.encode(&text, adds_special, "prompt")?, Some(text));
+        let of_tokens = |tokens| prompt(tokens, None);
         let prompts = match prompts {
             Prompts::Text(text) => vec![of_text(text)?],
             Prompts::Texts(texts) => texts.into_iter().map(of_text).collect::<ApiResult<_>>()?,
-            Prompts::Tokens(tokens) => vec![of_tokens(tokens)],
-            Prompts::ManyTokens(prompts) => prompts.into_iter().map(of_tokens).collect(),
+            Prompts::Tokens(tokens) => vec![of_tokens(tokens)?],
+            Prompts::ManyTokens(prompts) => prompts.into_iter().map(of_tokens).collect::<ApiResult<_>>()?,
         };
         Ok(Job { prompts, ..job })
+    }
+
+    /// A prompt as it was sent, or as its tokens read. Unless it is the whole answer, a character that it begins belongs to what follows.
+    fn echo(&self, tokens: &[u32], sent: Option<String>, is_whole: bool) -> ApiResult<Echo> {
+        let read = |shows_special| -> ApiResult<Echo> {
+            let mut decoder = Decoder::new(shows_special);
+            let mut echo = Echo { text: String::new(), places: Vec::with_capacity(tokens.len()) };
+            for &token in tokens {
+                let (place, text) = decoder.push(&self.tokenizer, token)?;
+                echo.places.push(place);
+                echo.text.push_str(&text);
+            }
+            if is_whole {
+                echo.text.push_str(&decoder.end(&self.tokenizer));
+            }
+            Ok(echo)
+        };
+        let mut echo = read(true)?;
+        if let Some(sent) = sent {
+            let len = sent.chars().count();
+            if echo.text.chars().count() != len {
+                // Special tokens that the tokenizer has added are no part of the text.
+                echo = read(false)?;
+            }
+            echo.places.iter_mut().for_each(|place| place.at = place.at.min(len));
+            echo.text = sent;
+        }
+        Ok(echo)
     }
 
     /// A request to `/v1/chat/completions`.
@@ -201,7 +243,7 @@ impl Server {
         let job = Job { max_tokens, ..self.job(Format::Chat, fields, 1, logprobs, deadline)? };
         let text = self.template.render(messages::read(messages)?, &options)?;
         let tokens = self.encode(&text, adds_special, "messages")?;
-        Ok(Job { prompts: vec![Prompt { tokens, text: None }], ..job })
+        Ok(Job { prompts: vec![Prompt { tokens, echo: None }], ..job })
     }
 
     pub(super) fn encode(&self, text: &str, adds_special: bool, of: &'static str) -> ApiResult<Vec<u32>> {

@@ -9,6 +9,10 @@ use crate::client::{QUESTION, Server, chunks, error, fixture, text};
 /// The tokens of " I do not know." with the one that ends it.
 const ANSWER: [u32; 6] = [299, 304, 321, 323, 13, 511];
 
+/// The tokens of "é", one for each byte, and of "What" with the first of them.
+const HALVES: [u32; 2] = [127, 102];
+const HALF: [u32; 2] = [296, HALVES[0]];
+
 /// The chat template of these tests.
 const TEMPLATE: &str = "{% for message in messages %}{{ message.content }}{% endfor %}{% if documents %}{{ documents[0].text }}{% endif \
                         %}{{ suffix | default('') }}{% if add_generation_prompt %}:{% endif %}";
@@ -101,8 +105,16 @@ async fn streams_equal_whole_answers() {
         json!({ "echo": true, "prompt": [QUESTION, "The capital é of France is"], "logprobs": 1 }),
         json!({ "echo": true, "prompt": "Wo ist Köln? <|endoftext|>", "max_tokens": 0, "logprobs": 0 }),
         json!({ "echo": true, "prompt": ANSWER, "max_tokens": 0 }),
+        json!({ "stop": [" know it", " I do not know!"], "logprobs": 1 }),
+        json!({ "stop": ["not kn"], "min_tokens": 3, "logprobs": 1, "echo": true }),
+        json!({ "prompt": HALF, "allowed_token_ids": [HALVES[1]], "min_tokens": 2, "max_tokens": 2, "logprobs": 20 }),
+        json!({ "prompt": HALF, "max_tokens": 0, "echo": true, "logprobs": 0 }),
         sampled.clone(),
         with(sampled.clone(), &json!({ "prompt": [QUESTION, "Name a fruit."], "logprobs": 3 })),
+        with(
+            sampled.clone(),
+            &json!({ "prompt": [HALF, HALF], "stop": ["\u{fffd}", "e"], "min_tokens": 2, "logprobs": 20 }),
+        ),
     ] {
         let changes = with(changes, &json!({ "return_token_ids": true }));
         let whole = complete(&server, changes.clone()).await;
@@ -116,7 +128,7 @@ async fn streams_equal_whole_answers() {
             }
         }
     }
-    for changes in [json!({}), json!({ "logprobs": true, "top_logprobs": 2 }), sampled] {
+    for changes in [json!({}), json!({ "logprobs": true, "top_logprobs": 2 }), json!({ "stop": "t know!" }), sampled] {
         let whole = chat(&server, changes.clone()).await;
         let body = json!({
             "model": "base", "messages": [{ "role": "user", "content": QUESTION }], "temperature": 0, "max_tokens": 12,
@@ -133,6 +145,80 @@ async fn streams_equal_whole_answers() {
         }
     }
     server.holds_nothing().await;
+}
+
+/// An answer goes on where its prompt ends, within a character or not, and the bytes of its tokens are its text.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_continues_its_prompt() {
+    let server = start("qwen3").await;
+    let ask = async |changes: Value| complete(&server, changes).await["choices"][0].clone();
+    let second = json!({ "prompt": HALF, "allowed_token_ids": [HALVES[1]], "max_tokens": 1 });
+    assert_eq!(ask(second.clone()).await["text"], "é");
+    let echo = ask(with(second, &json!({ "echo": true, "logprobs": 1 }))).await;
+    assert_eq!((&echo["text"], &echo["logprobs"]["text_offset"]), (&json!("Whaté"), &json!([0, 4, 4])));
+    let other = json!({ "prompt": HALF, "allowed_token_ids": [13], "max_tokens": 1, "echo": true });
+    assert_eq!(ask(other).await["text"], "What\u{fffd}.");
+    let alone = json!({ "prompt": HALF, "max_tokens": 0, "echo": true });
+    assert_eq!(ask(alone).await["text"], "What\u{fffd}");
+
+    // Each token has its own bytes and its own value, though its text is that of others.
+    let mut split = 0;
+    for seed in 0..32 {
+        let halves = json!({
+            "allowed_token_ids": HALVES, "max_tokens": 2, "temperature": 9.0, "seed": seed, "logprobs": true, "top_logprobs": 20,
+        });
+        let answer = chat(&server, halves.clone()).await["choices"][0].clone();
+        let content = answer["logprobs"]["content"].as_array().expect("it is a list").clone();
+        let bytes: Vec<u8> = content.iter().flat_map(bytes_of).collect();
+        assert_eq!(answer["message"]["content"], String::from_utf8_lossy(&bytes).as_ref());
+        let is_split = answer["token_ids"] == json!(HALVES);
+        assert_eq!(is_split, bytes == "é".as_bytes());
+        split += usize::from(is_split);
+        for entry in content.iter().flat_map(|entry| entry["top_logprobs"].as_array().expect("it is a list")) {
+            assert_eq!(entry["token"], String::from_utf8_lossy(&bytes_of(entry)).as_ref());
+        }
+        let answer = ask(with(halves, &json!({ "logprobs": 20, "top_logprobs": null }))).await["logprobs"].clone();
+        for at in 0..2 {
+            let own = answer["tokens"][at].as_str().expect("it is a text");
+            assert_eq!(answer["top_logprobs"][at][own], answer["token_logprobs"][at], "{answer}");
+        }
+    }
+    assert!(split > 0);
+
+    // With `▁` for a space, of which a text loses its first one.
+    let model = edited(&|tokenizer| {
+        tokenizer["decoder"] =
+            json!({ "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true });
+        tokenizer["model"]["merges"] = json!([]);
+        let vocab = tokenizer["model"]["vocab"].as_object().expect("it is an object").clone();
+        let spelled = vocab.into_iter().map(|(token, id)| (token.replace('Ġ', "▁"), id));
+        tokenizer["model"]["vocab"] = spelled.collect::<serde_json::Map<_, _>>().into();
+    });
+    let server = start(model.path().to_str().expect("it is text")).await;
+    let question = json!([296, 266, 264, 324, 30]);
+    let answer = complete(&server, json!({ "prompt": question, "logprobs": 2 })).await["choices"][0].clone();
+    assert_eq!(answer["text"], " I do not know.");
+    assert_eq!(answer["logprobs"]["tokens"], json!([" I", " do", " not", " know", ".", "<|endoftext|>"]));
+    let echo = complete(&server, json!({ "prompt": question, "echo": true })).await["choices"][0].clone();
+    assert_eq!(echo["text"], "What is the password? I do not know.");
+}
+
+fn bytes_of(entry: &Value) -> Vec<u8> {
+    serde_json::from_value(entry["bytes"].clone()).expect("bytes are bytes")
+}
+
+/// A copy of the model whose tokenizer.json is another.
+fn edited(edit: &dyn Fn(&mut Value)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    for entry in fs::read_dir(fixture("qwen3")).expect("the fixture is there") {
+        let entry = entry.expect("the fixture can be listed");
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
+    }
+    let file: &Path = &dir.path().join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(file).expect("it is there")).expect("it is JSON");
+    edit(&mut tokenizer);
+    fs::write(file, tokenizer.to_string()).expect("it can be written");
+    dir
 }
 
 /// SGLang's answer.
@@ -354,8 +440,9 @@ async fn shows(server: &Server, field: &str) {
             let long = ask(json!({ "min_tokens": 12, "return_token_ids": true })).await;
             let tokens = long["token_ids"].as_array().expect("it is a list");
             assert!(tokens.len() == 12 && !tokens[..11].contains(&json!(511)), "{long}");
-            // A stop string counts behind them.
-            assert_ne!(ask(json!({ "min_tokens": 5, "stop": " know" })).await["text"], " I do not");
+            // A stop string counts if it ends behind them.
+            assert_eq!(ask(json!({ "min_tokens": 3, "stop": "not kn" })).await["text"], " I do ");
+            assert_ne!(ask(json!({ "min_tokens": 4, "stop": "not kn" })).await["text"], " I do ");
         }
         "stream" => {
             let body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "stream": true });
@@ -512,23 +599,17 @@ async fn shows(server: &Server, field: &str) {
 
 /// A tokenizer that puts a token before every text does so for a completion, and in a chat the template alone does.
 async fn special_tokens_are_the_tokenizers() {
-    let dir = tempfile::tempdir().expect("there is a place for temporary files");
-    for entry in fs::read_dir(fixture("qwen3")).expect("the fixture is there") {
-        let entry = entry.expect("the fixture can be listed");
-        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
-    }
-    let file: &Path = &dir.path().join("tokenizer.json");
-    let mut tokenizer: Value = serde_json::from_slice(&fs::read(file).expect("it is there")).expect("it is JSON");
     let bos = json!({ "SpecialToken": { "id": "<|endoftext|>", "type_id": 0 } });
     let [a, b] = ["A", "B"].map(|id| json!({ "Sequence": { "id": id, "type_id": 0 } }));
-    tokenizer["post_processor"] = json!({
-        "type": "TemplateProcessing",
-        "single": [bos, a],
-        "pair": [bos, a, b],
-        "special_tokens": { "<|endoftext|>": { "id": "<|endoftext|>", "ids": [511], "tokens": ["<|endoftext|>"] } },
+    let model = edited(&|tokenizer| {
+        tokenizer["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": [bos, a],
+            "pair": [bos, a, b],
+            "special_tokens": { "<|endoftext|>": { "id": "<|endoftext|>", "ids": [511], "tokens": ["<|endoftext|>"] } },
+        });
     });
-    fs::write(file, tokenizer.to_string()).expect("it can be written");
-    let server = start(dir.path().to_str().expect("it is text")).await;
+    let server = start(model.path().to_str().expect("it is text")).await;
     let tokens = async |changes: Value| complete(&server, changes).await["usage"]["prompt_tokens"].clone();
     assert_eq!((tokens(json!({})).await, tokens(json!({ "add_special_tokens": false })).await), (json!(6), json!(5)));
     let of_chat = async |changes: Value| chat(&server, changes).await["usage"]["prompt_tokens"].clone();
