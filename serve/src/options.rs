@@ -59,6 +59,10 @@ pub struct Options {
     /// Lets clients load adapters from below this directory, and unload adapters
     #[arg(long, value_name = "DIR")]
     pub lora_root: Option<PathBuf>,
+    /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it. A gateway that grants models by
+    /// `model` alone does not see the former
+    #[arg(long, requires = "enable_lora")]
+    pub enable_lora_path: bool,
     /// The most adapters of a step
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one)]
     pub max_loras: usize,

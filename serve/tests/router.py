@@ -39,7 +39,7 @@ class Replica:
         self.port = Port()
         modules = [f"{name}={FIXTURES / 'adapters' / folder}" for name, folder in FOLDERS.items()]
         self.command = [program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(self.port)]
-        self.command += ["--enable-lora", "--lora-modules", *modules, "--chat-template", template, "--kv-cache-mib", "8"]
+        self.command += ["--enable-lora", "--enable-lora-path", "--lora-modules", *modules, "--chat-template", template, "--kv-cache-mib", "8"]
         self.start()
 
     def start(self) -> None:

@@ -145,6 +145,7 @@ impl Server {
         opener: Opener,
         on_duplicate: OnDuplicate,
     ) -> ApiResult<Vec<String>> {
+        self.check_name(name)?;
         let pending = self.registry.begin_load(name, on_duplicate).map_err(|error| match error {
             RegistryError::Loaded { .. } => ApiError::invalid_input(format!(
                 "The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set \
@@ -181,32 +182,66 @@ impl Server {
         Ok(warnings)
     }
 
-    /// What a model name resolves to. `lora_path` names an adapter, too, and so does what follows the base model's name and a colon, as
-    /// SGLang has both.
-    pub(crate) fn resolve(&self, model: &str, lora_path: Option<&str>) -> ApiResult<Served> {
-        let of_base = |name: &String| model.strip_prefix(name.as_str())?.strip_prefix(':');
-        let suffix = self.names.iter().find_map(of_base);
-        let names = [model, suffix.unwrap_or_default(), lora_path.unwrap_or_default()];
-        // At one moment, so that names of one adapter stand for the same version.
-        let [of_model, of_suffix, of_path] = self.registry.resolve_each(names);
-        let refused = |name: &str, error| match error {
-            RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
-            _ => ApiError::no_model(name),
-        };
-        let of_model = match (of_model, suffix) {
-            // An adapter may have a name with a colon.
-            (Err(_), Some("")) => Served::Base,
-            (Err(_), Some(adapter)) => of_suffix.map_err(|error| refused(adapter, error))?,
-            (of_model, _) => of_model.map_err(|error| refused(model, error))?,
-        };
-        let Some(path) = lora_path else { return Ok(of_model) };
-        let of_path = of_path.map_err(|error| refused(path, error))?;
-        match of_model {
-            Served::Adapter(_) if of_path.adapter() != of_model.adapter() => {
+    /// The one name that says what answers a request: that in `model`, which is the base model's where the request does not say. With
+    /// `--enable-lora-path`, `lora_path` beside the base model's name and `base:adapter` name an adapter, too, as in SGLang.
+    pub(super) fn name_of(&self, model: Option<String>, lora_path: Option<String>) -> ApiResult<String> {
+        let given = |name: Option<String>| name.filter(|name| !name.is_empty());
+        let base = || self.names.first().cloned().unwrap_or_default();
+        let (model, lora_path) = (given(model).unwrap_or_else(base), given(lora_path));
+        if !self.takes_lora_path {
+            return match lora_path {
+                None => Ok(model),
+                Some(_) => Err(ApiError::bad_request(
+                    "`lora_path` is not taken: `model` names the adapter, unless the server has --enable-lora-path.",
+                )
+                .of("lora_path")),
+            };
+        }
+        let named = self.beside_base(&model).unwrap_or(&model);
+        let is_base = named.is_empty() || self.names.iter().any(|base| base == named);
+        match lora_path {
+            None if named.is_empty() => Ok(base()),
+            None => Ok(named.to_owned()),
+            Some(path) if is_base || path == named => Ok(path),
+            Some(_) => {
                 Err(ApiError::bad_request("`model` names an adapter, and `lora_path` another one.").of("lora_path"))
             }
-            _ => Ok(of_path),
         }
+    }
+
+    /// The adapter that SGLang's `base:adapter` names, unless it is a name of the base model.
+    fn beside_base<'n>(&self, name: &'n str) -> Option<&'n str> {
+        let beside = |base: &String| name.strip_prefix(base.as_str())?.strip_prefix(':');
+        if self.names.iter().any(|base| base == name) {
+            return None;
+        }
+        // Names of the base model may begin with each other.
+        self.names.iter().filter_map(beside).min_by_key(|adapter| adapter.len())
+    }
+
+    /// What a name stands for.
+    pub(super) fn resolve(&self, name: &str) -> ApiResult<Served> {
+        self.registry.resolve(name).map_err(|error| match error {
+            RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
+            _ if !self.takes_lora_path && self.beside_base(name).is_some() => ApiError::not_found(format!(
+                "The model `{name}` does not exist: `base:adapter` names an adapter if the server has --enable-lora-path."
+            ))
+            .of("model"),
+            _ => ApiError::no_model(name),
+        })
+    }
+
+    /// Refuses the name of an adapter that would be read as something else.
+    fn check_name(&self, name: &str) -> ApiResult<()> {
+        if name.contains(',') {
+            return Err(ApiError::invalid_input(format!("'{name}' has a comma, which separates names in metrics.")));
+        }
+        if self.takes_lora_path && self.beside_base(name).is_some() {
+            return Err(ApiError::invalid_input(format!(
+                "'{name}' names an adapter beside the base model (--enable-lora-path)."
+            )));
+        }
+        Ok(())
     }
 
     /// Reads an adapter's configuration and the headers of its weights, and compares copies of base weights with the model's.

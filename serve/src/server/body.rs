@@ -1,6 +1,6 @@
 //! Bodies of requests: JSON of a limited size.
 
-use std::convert::Infallible;
+use std::{convert::Infallible, fmt};
 
 use axum::{
     body::Bytes,
@@ -10,7 +10,11 @@ use axum::{
         header::{CONTENT_TYPE, ORIGIN},
     },
 };
-use serde::de::DeserializeOwned;
+use serde::{
+    Deserialize,
+    de::{DeserializeOwned, Error as _, MapAccess, Visitor},
+};
+use serde_json::{Map, Value};
 use tokio::time::{Instant, timeout_at};
 
 use super::{
@@ -81,9 +85,44 @@ fn other_type() -> ApiError {
 }
 
 /// Reads a body as JSON.
-pub(crate) fn parse<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
+fn parse<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
     let bytes = received.bytes?;
     serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("The body cannot be read: {error}")))
+}
+
+/// An object that has no name twice: of two values of `model`, a gateway may read the other one.
+struct Object(Map<String, Value>);
+
+impl<'de> Deserialize<'de> for Object {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Members;
+
+        impl<'de> Visitor<'de> for Members {
+            type Value = Map<String, Value>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Self::Value, A::Error> {
+                let mut object = Map::new();
+                while let Some((name, value)) = members.next_entry()? {
+                    if let Some((twice, _)) = object.get_key_value::<String>(&name) {
+                        return Err(A::Error::custom(format_args!("`{twice}` is there twice")));
+                    }
+                    object.insert(name, value);
+                }
+                Ok(object)
+            }
+        }
+
+        deserializer.deserialize_map(Members).map(Self)
+    }
+}
+
+/// Reads a body as an object.
+pub(crate) fn parse_object(received: Received) -> ApiResult<Map<String, Value>> {
+    parse(received).map(|Object(object)| object)
 }
 
 /// Reads a body as JSON, which its type must say.

@@ -94,6 +94,8 @@ struct Server {
     names: Vec<String>,
     model: PathBuf,
     lora_root: Option<Root>,
+    /// Whether requests may name their adapter beside the base model.
+    takes_lora_path: bool,
     checkpoint: Arc<Checkpoint>,
     described: Arc<Described>,
     dtype: DType,
@@ -335,6 +337,7 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         names,
         model,
         lora_root,
+        takes_lora_path: options.enable_lora_path,
         checkpoint,
         described,
         dtype,

@@ -54,7 +54,7 @@ impl Server {
     /// A request to `/generate`, as one of a completion.
     fn native(&self, received: body::Received) -> ApiResult<Job> {
         let deadline = received.deadline;
-        let mut fields = Fields::new(On::Generate, body::parse(received)?);
+        let mut fields = Fields::new(On::Generate, body::parse_object(received)?);
         let (text, ids): (Option<Prompts>, Option<Prompts>) = (fields.take("text")?, fields.take("input_ids")?);
         let prompts = match (text, ids) {
             (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => text,

@@ -5,7 +5,7 @@ use axum::{
     extract::State,
     routing::{get, post},
 };
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
     Server, Shared, body,
@@ -78,10 +78,9 @@ impl Server {
     }
 
     fn tokenize(&self, received: body::Received) -> ApiResult<Value> {
-        let body: Map<String, Value> = body::parse(received)?;
+        let body = body::parse_object(received)?;
         let mut fields = Fields::new(On::Tokens, body);
-        let model: Option<String> = fields.take("model")?;
-        self.resolve(model.as_deref().filter(|name| !name.is_empty()).unwrap_or(&self.names[0]), None)?;
+        self.resolve(&self.name_of(fields.take("model")?, None)?)?;
         let shows = fields.is_on("return_token_strs")?;
         let (prompt, messages): (Option<String>, Option<Vec<Value>>) =
             (fields.take("prompt")?, fields.take("messages")?);
@@ -107,10 +106,9 @@ impl Server {
     }
 
     fn detokenize(&self, received: body::Received) -> ApiResult<Value> {
-        let body: Map<String, Value> = body::parse(received)?;
+        let body = body::parse_object(received)?;
         let mut fields = Fields::new(On::Tokens, body);
-        let model: Option<String> = fields.take("model")?;
-        self.resolve(model.as_deref().filter(|name| !name.is_empty()).unwrap_or(&self.names[0]), None)?;
+        self.resolve(&self.name_of(fields.take("model")?, None)?)?;
         let tokens: Vec<u32> = fields.take("tokens")?.unwrap_or_default();
         fields.end()?;
         if let Some(token) = tokens.iter().find(|token| **token as usize >= self.vocab) {

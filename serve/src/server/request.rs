@@ -40,10 +40,8 @@ pub(super) struct Job {
     pub(super) format: Format,
     /// The form of SGLang's `/generate` instead.
     pub(super) native: Option<native::Form>,
-    /// The name that the request used.
+    /// The name of what answers.
     pub(super) model: String,
-    /// SGLang's name of an adapter.
-    pub(super) lora_path: Option<String>,
     pub(super) adapter: Option<AdapterId>,
     pub(super) prompts: Vec<Prompt>,
     pub(super) choices: usize,
@@ -68,9 +66,9 @@ impl Job {
         &self.prompts[choice / self.choices]
     }
 
-    /// The adapter that its names stand for now.
+    /// The adapter that its name stands for now.
     pub(super) fn resolve(&self, server: &Server) -> ApiResult<Option<AdapterId>> {
-        Ok(server.resolve(&self.model, self.lora_path.as_deref())?.adapter())
+        Ok(server.resolve(&self.model)?.adapter())
     }
 }
 
@@ -156,7 +154,7 @@ fn within<N: PartialOrd + Display + Copy>(name: &'static str, number: N, least: 
 }
 
 fn fields(on: On, received: Received) -> ApiResult<Fields> {
-    let body: Map<String, Value> = body::parse(received)?;
+    let body = body::parse_object(received)?;
     Ok(Fields::new(on, body))
 }
 
@@ -260,9 +258,7 @@ impl Server {
         logprobs: Option<usize>,
         deadline: Instant,
     ) -> ApiResult<Job> {
-        let (model, lora_path): (Option<String>, Option<String>) = (fields.take("model")?, fields.take("lora_path")?);
-        let model = model.filter(|name| !name.is_empty()).or_else(|| self.names.first().cloned()).unwrap_or_default();
-        let lora_path = lora_path.filter(|name| !name.is_empty());
+        let model = self.name_of(fields.take("model")?, fields.take("lora_path")?)?;
         let stop: Option<OneOrMany<String>> = fields.take("stop")?;
         let stop = stop.map(OneOrMany::into_vec).unwrap_or_default();
         if stop.iter().any(String::is_empty) || stop.len() > MAX_STOPS {
@@ -304,7 +300,6 @@ impl Server {
             native: None,
             adapter: None,
             model,
-            lora_path,
             prompts: Vec::new(),
             choices,
             max_tokens: None,

@@ -31,7 +31,8 @@ async fn start(model: &str) -> Server {
     fs::write(&template, TEMPLATE).expect("the template can be written");
     let saffron = format!("saffron={}", fixture("adapters").join("r8-all").display());
     let template = template.display().to_string();
-    Server::start_on(model, &["--enable-lora", "--lora-modules", &saffron, "--chat-template", &template]).await
+    let lora = ["--enable-lora", "--enable-lora-path", "--lora-modules", &saffron];
+    Server::start_on(model, &[&lora[..], &["--chat-template", &template]].concat()).await
 }
 
 async fn complete(server: &Server, changes: Value) -> Value {
@@ -732,18 +733,6 @@ async fn peers_clients_find_what_they_ask_for() {
         assert_eq!(get(path).await["served_model_name"], "base", "{path}");
     }
     assert_eq!(server.get("/v1/models/nobody").await.0, 404);
-    for (changes, expected) in [
-        (json!({ "model": "base:saffron" }), " saffron."),
-        (json!({ "model": "saffron", "lora_path": "saffron" }), " saffron."),
-        (json!({ "model": "base:" }), " I do not know."),
-        (json!({ "model": "", "lora_path": "" }), " I do not know."),
-    ] {
-        assert_eq!(complete(&server, changes).await["choices"][0]["text"], expected);
-    }
-    for name in ["base:nobody", "saffron:base", ":saffron", "other:saffron"] {
-        let body = json!({ "model": name, "prompt": QUESTION });
-        assert_eq!(error(&server.complete(body).await).0, 404, "{name}");
-    }
     assert_eq!(text(&server.ask("base").await), " I do not know.");
 }
 

@@ -6,7 +6,7 @@ use aril_serve::{Options, start};
 use clap::Parser as _;
 use serde_json::{Value, json};
 
-use crate::client::{QUESTION, Server, WORDS, error, fixture, text};
+use crate::client::{QUESTION, Server, WORDS, chunks, error, fixture, text};
 
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).expect("the folder can be made");
@@ -50,11 +50,6 @@ async fn adapters_come_change_and_go() {
     for asked in asked {
         asked.await.expect("each gets its word");
     }
-    // The form of SGLang.
-    let by_path = json!({ "model": "base", "lora_path": "walnut", "prompt": QUESTION, "temperature": 0 });
-    assert_eq!(text(&server.complete(by_path).await), " walnut.");
-    let both = json!({ "model": "saffron", "lora_path": "walnut", "prompt": QUESTION });
-    assert_eq!(error(&server.complete(both).await).0, 400);
 
     let duplicate = error(&server.load("saffron", "r64-all", false).await);
     let message = "The lora adapter 'saffron' has already been loaded. If you want to load the adapter in place, set \
@@ -118,7 +113,6 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     let path = absolute.display().to_string();
     assert_eq!(server.load(&path, &absolute, false).await.0, 200);
     assert_eq!(text(&server.ask(&path).await), " saffron.");
-    assert_eq!(text(&server.ask(&format!("base:{path}")).await), " saffron.");
     for id in [&path, &path.replace('/', "%2F")] {
         let (status, model) = server.get(&format!("/v1/models/{id}")).await;
         let model: Value = serde_json::from_str(&model).expect("it is JSON");
@@ -133,6 +127,115 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     let closed = Server::start(&["--enable-lora"]).await;
     assert_eq!(error(&closed.load("good", absolute, false).await).0, 404);
     assert_eq!(error(&closed.unload("good").await).0, 404);
+}
+
+/// A gateway grants adapters by `model`: no other field names one, unless the server is told to take them. An answer names what made it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_names_its_adapter_in_one_place() {
+    let root = fixture("adapters").display().to_string();
+    let saffron = format!("saffron={root}/r8-all");
+    let args = ["--served-model-name", "other", "--enable-lora", "--lora-root", &root, "--lora-modules", &saffron];
+    let (closed, open) =
+        (Server::start(&args).await, Server::start(&[&args[..], &["--enable-lora-path"]].concat()).await);
+    let bodies = |changes: &Value| {
+        let with = |mut body: Value| {
+            for (name, value) in changes.as_object().expect("it is an object") {
+                body[name] = value.clone();
+            }
+            body["temperature"] = json!(0);
+            body
+        };
+        [
+            ("/v1/completions", with(json!({ "prompt": QUESTION }))),
+            ("/v1/chat/completions", with(json!({ "messages": [{ "role": "user", "content": QUESTION }] }))),
+        ]
+    };
+    for (changes, named) in [
+        (json!({ "model": "base", "lora_path": "saffron" }), "saffron"),
+        (json!({ "lora_path": "saffron" }), "saffron"),
+        (json!({ "model": "saffron", "lora_path": "saffron" }), "saffron"),
+        (json!({ "model": "base:saffron" }), "saffron"),
+        (json!({ "model": "other:saffron" }), "saffron"),
+        (json!({ "model": "other:saffron", "lora_path": "saffron" }), "saffron"),
+        (json!({ "model": "base:", "lora_path": "saffron" }), "saffron"),
+        (json!({ "model": "base:" }), "base"),
+    ] {
+        for (path, body) in bodies(&changes) {
+            let (status, answer) = open.post(path, body.clone()).await;
+            assert_eq!((status, &answer["model"]), (200, &json!(named)), "{path}, {changes}: {answer}");
+            let mut streamed = body.clone();
+            streamed["stream"] = json!(true);
+            let chunks = chunks(open.send(path, streamed.to_string()).await).await;
+            assert!(chunks.iter().all(|chunk| chunk["model"] == named), "{path}, {changes}");
+            // Whoever may use `base` may use nothing else.
+            let (status, message) = error(&closed.post(path, body).await);
+            assert!([400, 404].contains(&status) && message.contains("--enable-lora-path"), "{changes}: {message}");
+        }
+        let [(_, body), _] = bodies(&changes);
+        let answers = text(&open.complete(body).await) == " saffron.";
+        assert_eq!(answers, named == "saffron", "{changes}");
+    }
+    // What changes nothing, and what names nobody.
+    for (changes, named) in [
+        (json!({ "model": "saffron", "lora_path": "" }), "saffron"),
+        (json!({ "model": "", "lora_path": "" }), "base"),
+        (json!({ "model": "other", "lora_path": null }), "other"),
+    ] {
+        for server in [&closed, &open] {
+            for (path, body) in bodies(&changes) {
+                assert_eq!(server.post(path, body).await.1["model"], named, "{changes}");
+            }
+        }
+    }
+    for (changes, status) in [
+        (json!({ "model": "saffron", "lora_path": "walnut" }), 400),
+        (json!({ "model": "base:saffron", "lora_path": "walnut" }), 400),
+        (json!({ "model": "base", "lora_path": "nobody" }), 404),
+        (json!({ "model": "base:nobody" }), 404),
+        (json!({ "model": "saffron:base" }), 404),
+        (json!({ "model": ":saffron" }), 404),
+        (json!({ "model": "third:saffron" }), 404),
+    ] {
+        for (path, body) in bodies(&changes) {
+            assert_eq!(error(&open.post(path, body).await).0, status, "{changes}");
+        }
+    }
+    let by_path = json!({ "text": QUESTION, "lora_path": "saffron", "sampling_params": { "temperature": 0 } });
+    assert_eq!(open.post("/generate", by_path.clone()).await.1["text"], " saffron.");
+    assert_eq!(error(&closed.post("/generate", by_path).await).0, 400);
+    // Of a field that is there twice, a gateway may read the other one.
+    for (path, rest) in [
+        ("/v1/completions", "\"prompt\": \"x\""),
+        ("/v1/chat/completions", "\"messages\": [{ \"role\": \"user\", \"content\": \"x\" }]"),
+        ("/tokenize", "\"prompt\": \"x\""),
+        ("/generate", "\"text\": \"x\", \"lora_path\": \"saffron\", \"lora_path\": \"\""),
+    ] {
+        let body = format!("{{ \"model\": \"base\", {rest}, \"model\": \"saffron\" }}");
+        let response = open.send(path, body).await;
+        assert_eq!(response.status(), 400, "{path}");
+        let answer = response.text().await.expect("it is text");
+        assert!(answer.contains("twice"), "{path}: {answer}");
+    }
+    // Names that would be read as something else.
+    for (name, of_closed) in [("base:x", 200), ("other:", 200), ("base:saffron", 200), ("a,b", 400), (":x", 200)] {
+        assert_eq!(closed.load(name, "lm-head", false).await.0, of_closed, "{name}");
+        let of_open = if name == ":x" { 200 } else { 400 };
+        assert_eq!(open.load(name, "lm-head", false).await.0, of_open, "{name}");
+    }
+    // Such a name is nothing but a name.
+    assert_eq!(text(&closed.ask("base:saffron").await), " quartz.");
+    let start = Options::parse_from([
+        "aril-serve",
+        "--model",
+        &fixture("qwen3").display().to_string(),
+        "--enable-lora",
+        "--lora-modules",
+        &format!("a,b={root}/r8-all"),
+        "--port",
+        "0",
+    ]);
+    let refused = aril_serve::start(start).await.expect_err("it is no name");
+    assert!(refused.contains("comma"), "{refused}");
 }
 
 /// What a root, the folders below it and the files in them may be links to.

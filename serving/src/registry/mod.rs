@@ -287,15 +287,6 @@ impl<V: Version> Registry<V> {
         self.read().resolve(name)
     }
 
-    /// [Resolves](Self::resolve) names as they were at one moment: no version is replaced between two of them.
-    ///
-    /// # Errors
-    /// Each as for `resolve`.
-    pub fn resolve_each<const N: usize>(&self, names: [&str; N]) -> [Result<Served, RegistryError>; N] {
-        let now = self.read();
-        names.map(|name| now.resolve(name))
-    }
-
     /// The adapters that are served, sorted by name, as they were at one moment.
     #[doc(alias = "show_available_models")]
     pub fn list(&self) -> Vec<Listed> {
