@@ -30,8 +30,10 @@ pub(crate) struct Sampling {
 pub(crate) struct Changes {
     /// The only tokens that may be chosen.
     pub(crate) allowed: Option<Vec<u32>>,
-    /// As long as there are fewer tokens than this, none is chosen that ends the text.
+    /// As long as there are fewer tokens than this, none of `ends` is chosen.
     pub(crate) min_tokens: usize,
+    /// The tokens that end texts, whether this one goes on behind them or not.
+    pub(crate) ends: Vec<u32>,
     /// Added to the logits of these tokens.
     pub(crate) bias: Vec<(u32, f32)>,
     /// Divides a positive logit of a token of the prompt or the answer, and multiplies a negative one.
@@ -49,14 +51,13 @@ pub(crate) struct Changes {
 pub(crate) struct Before<'a> {
     pub(crate) prompt: &'a [u32],
     pub(crate) chosen: &'a [u32],
-    /// The tokens that end the text.
-    pub(crate) stop_tokens: &'a [u32],
 }
 
 impl Changes {
     pub(crate) const NONE: Self = Self {
         allowed: None,
         min_tokens: 0,
+        ends: Vec::new(),
         bias: Vec::new(),
         repetition_penalty: 1.0,
         frequency_penalty: 0.0,
@@ -72,7 +73,7 @@ impl Changes {
             logits.copy_from_slice(&only);
         }
         if before.chosen.len() < self.min_tokens {
-            for &token in before.stop_tokens {
+            for &token in &self.ends {
                 // A checkpoint may name a token that it does not have.
                 if let Some(logit) = logits.get_mut(token as usize) {
                     *logit = f32::NEG_INFINITY;
@@ -85,7 +86,10 @@ impl Changes {
         if self.repetition_penalty != 1.0 {
             for &token in before.prompt.iter().chain(before.chosen).collect::<HashSet<_>>() {
                 let logit = &mut logits[token as usize];
-                *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
+                // One that is too large for a number is none that forbids the token.
+                let penalty = self.repetition_penalty;
+                let changed = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+                *logit = if logit.is_finite() { changed.clamp(f32::MIN, f32::MAX) } else { changed };
             }
         }
         if self.frequency_penalty != 0.0 || self.presence_penalty != 0.0 {
@@ -217,7 +221,7 @@ mod tests {
     use super::{Before, Changes, Chosen, Logprobs, Sampler, Sampling, rank};
     use crate::{cpu::sampling::candidates, device::Draw};
 
-    const NOTHING: Before<'_> = Before { prompt: &[], chosen: &[], stop_tokens: &[] };
+    const NOTHING: Before<'_> = Before { prompt: &[], chosen: &[] };
 
     const GREEDY: Sampling =
         Sampling { temperature: 0.0, top_p: 1.0, top_k: 0, seed: Some(7), logprobs: None, changes: Changes::NONE };
@@ -229,7 +233,7 @@ mod tests {
     /// The logits after changes, by the definitions in vLLM's documentation of its sampling parameters.
     #[test]
     fn changes_have_their_effect_on_logits() {
-        let before = Before { prompt: &[0, 1, 1], chosen: &[2, 2, 3], stop_tokens: &[4, 99] };
+        let before = Before { prompt: &[0, 1, 1], chosen: &[2, 2, 3] };
         let changed = |changes: &Changes, temperature: f32| {
             let mut logits = [2.0_f32, -2.0, 4.0, -1.0, 6.0];
             changes.apply(&mut logits, &before, temperature);
@@ -239,11 +243,18 @@ mod tests {
         assert_eq!(changed(&Changes::NONE, 1.0), [2.0, -2.0, 4.0, -1.0, 6.0]);
         let allowed = Some(vec![4, 1]);
         assert_eq!(changed(&Changes { allowed, ..Changes::NONE }, 1.0), [NEVER, -2.0, NEVER, NEVER, 6.0]);
-        assert_eq!(changed(&Changes { min_tokens: 4, ..Changes::NONE }, 1.0), [2.0, -2.0, 4.0, -1.0, NEVER]);
-        assert_eq!(changed(&Changes { min_tokens: 3, ..Changes::NONE }, 1.0), [2.0, -2.0, 4.0, -1.0, 6.0]);
+        let least = |min_tokens| Changes { min_tokens, ends: vec![4, 99], ..Changes::NONE };
+        assert_eq!(changed(&least(4), 1.0), [2.0, -2.0, 4.0, -1.0, NEVER]);
+        assert_eq!(changed(&least(3), 1.0), [2.0, -2.0, 4.0, -1.0, 6.0]);
         let bias = vec![(0, 5.0), (4, -100.0)];
         assert_eq!(changed(&Changes { bias, ..Changes::NONE }, 1.0), [7.0, -2.0, 4.0, -1.0, -94.0]);
         assert_eq!(changed(&Changes { repetition_penalty: 2.0, ..Changes::NONE }, 1.0), [1.0, -4.0, 2.0, -2.0, 6.0]);
+        // No penalty is large enough to leave no token, or one too many.
+        let huge = |repetition_penalty| changed(&Changes { repetition_penalty, ..Changes::NONE }, 1.0);
+        assert_eq!(huge(f32::MAX), [2.0 / f32::MAX, f32::MIN, 4.0 / f32::MAX, f32::MIN, 6.0]);
+        assert_eq!(huge(1e-40)[..3], [f32::MAX, -2.0 * 1e-40, f32::MAX]);
+        let changes = Changes { allowed: Some(vec![1]), repetition_penalty: f32::MAX, ..Changes::NONE };
+        assert_eq!(changed(&changes, 1.0), [NEVER, f32::MIN, NEVER, NEVER, NEVER]);
         assert_eq!(changed(&Changes { frequency_penalty: 1.5, ..Changes::NONE }, 1.0), [2.0, -2.0, 1.0, -2.5, 6.0]);
         assert_eq!(changed(&Changes { presence_penalty: 1.5, ..Changes::NONE }, 1.0), [2.0, -2.0, 2.5, -2.5, 6.0]);
         // exp(-2) is 0.135, and exp(-4 / 2) as well.

@@ -400,7 +400,7 @@ impl Scheduler {
             sequence.next = sequence.next.filter(|next| next.step != scheduled.step);
             let Sequence { request, tokens, sampler, .. } = &mut *sequence;
             let (prompt, chosen) = tokens.split_at(request.prompt.len());
-            let before = Before { prompt, chosen, stop_tokens: &request.stop_tokens };
+            let before = Before { prompt, chosen };
             let Some(chosen) = sampler.choose_from(&scores, &before) else {
                 self.fail(id, Failure::NotNumbers);
                 continue;

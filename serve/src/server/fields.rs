@@ -118,8 +118,8 @@ const FIELDS: &[Field] = &[
     ("return_meta_info", "SGLang", Both, Only(&["false"])),
     ("text", "SGLang", Generate, Works("a text or a list of texts")),
     ("input_ids", "SGLang", Generate, Works("a list of token ids, or a list of such lists")),
-    ("sampling_params", "SGLang", Generate, Works("an object")),
-    ("return_logprob", "SGLang", Generate, Works("true or false")),
+    ("sampling_params", "SGLang", Generate, Works("an object, or one for each text")),
+    ("return_logprob", "SGLang", Generate, Works("true or false, or one for each text")),
     ("return_text_in_logprobs", "SGLang", Generate, Works("true or false")),
     ("logprob_start_len", "SGLang", Generate, Only(&["-1"])),
     ("top_logprobs_num", "SGLang", Generate, Only(&["0"])),
@@ -171,7 +171,13 @@ impl Fields {
         for (name, value) in self.left.iter().filter(|(_, value)| !value.is_null()) {
             let is_neutral = match find(self.on, name) {
                 Some((.., Ignored)) => true,
-                Some((.., Only(neutral))) => neutral.iter().any(|text| is_same(text, value)),
+                Some((.., on, Only(neutral))) => {
+                    let is_neutral = |value: &Value| neutral.iter().any(|text| is_same(text, value));
+                    // Where there may be a value for each text.
+                    let each = value.as_array().filter(|each| *on == Generate && !each.is_empty());
+                    is_neutral(value)
+                        || each.is_some_and(|each| each.iter().all(|one| one.is_null() || is_neutral(one)))
+                }
                 // What works elsewhere would be ignored here.
                 Some((.., Works(_))) | None => false,
             };

@@ -22,7 +22,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
-    request::{Echo, Format, Job, Prompt, StreamedUsage},
+    request::{Asked, Echo, Format, Job, Prompt, StreamedUsage},
     text::{Added, Place, Text},
 };
 use crate::{
@@ -177,22 +177,21 @@ impl Server {
     /// Submits all choices of a request, together, unless the engine refuses them.
     async fn submit(&self, job: &Job) -> ApiResult<Result<Vec<Choice>, Failure>> {
         let mut requests = Vec::with_capacity(job.prompts.len() * job.choices);
-        // Those of the extra, and those of an echo.
-        let of_echo = job.sampling.logprobs.filter(|_| job.echo);
-        let prompt_logprobs = job.prompt_logprobs.max(of_echo);
         let mut lengths = Vec::new();
-        for Prompt { tokens, .. } in &job.prompts {
-            let max_tokens = self.check_length(tokens, job)?;
+        for Prompt { tokens, asked, .. } in &job.prompts {
+            let sampling = &asked.sampling;
+            let prompt_logprobs = job.prompt_logprobs.max(sampling.logprobs.filter(|_| job.echo));
+            let max_tokens = self.check_length(tokens, asked, job.echo)?;
             lengths.push((tokens.len(), max_tokens));
             for number in 0..job.choices {
-                let seed = job.sampling.seed.map(|seed| seed.wrapping_add(number as u64));
+                let seed = sampling.seed.map(|seed| seed.wrapping_add(number as u64));
                 requests.push(Request {
                     adapter: job.adapter,
                     prompt: tokens.clone(),
                     max_tokens,
-                    stop_tokens: job.stop_tokens.clone(),
+                    stop_tokens: asked.stop_tokens.clone(),
                     prompt_logprobs,
-                    sampling: Sampling { seed, ..job.sampling.clone() },
+                    sampling: Sampling { seed, ..sampling.clone() },
                 });
             }
         }
@@ -209,17 +208,17 @@ impl Server {
             }
         }
         let choice = |(index, submission)| {
-            let Prompt { tokens, echo } = job.prompt(index);
+            let Prompt { tokens, echo, asked } = job.prompt(index);
             let shown = echo.as_ref().map_or(0, |echo| echo.text.chars().count());
-            let text = Text::behind(tokens, shown, job.end.clone(), &self.tokenizer)?;
+            let text = Text::behind(tokens, shown, asked.end.clone(), &self.tokenizer)?;
             Ok(Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() })
         };
         submissions.into_iter().enumerate().map(choice).collect::<ApiResult<_>>().map(Ok)
     }
 
     /// The most new tokens of a prompt.
-    fn check_length(&self, prompt: &[u32], job: &Job) -> ApiResult<usize> {
-        let (max, tokens) = (self.max_positions, prompt.len());
+    fn check_length(&self, prompt: &[u32], asked: &Asked, echo: bool) -> ApiResult<usize> {
+        let (max, tokens, min_tokens) = (self.max_positions, prompt.len(), asked.sampling.changes.min_tokens);
         if tokens == 0 {
             return Err(ApiError::bad_request("The prompt is empty.").of("prompt"));
         }
@@ -227,14 +226,17 @@ impl Server {
             let message = format!("Token id {token} is out of vocabulary.");
             return Err(ApiError::bad_request(message).of("prompt"));
         }
-        let wanted = match job.max_tokens {
+        let wanted = match asked.max_tokens {
             // A token is chosen that is not shown.
-            Some(0) if job.echo => 1,
+            Some(0) if echo => 1,
             Some(0) => {
                 return Err(ApiError::bad_request("max_tokens must be at least 1, got 0.").of("max_tokens"));
             }
             Some(wanted) => wanted,
-            None => max.saturating_sub(tokens).max(1),
+            None => {
+                let room = max.saturating_sub(tokens).max(1);
+                asked.default_tokens.map_or(room, |tokens| tokens.max(min_tokens).min(room))
+            }
         };
         if tokens.saturating_add(wanted) > max {
             return Err(ApiError::bad_request(format!(
@@ -243,7 +245,6 @@ impl Server {
                 tokens.saturating_add(wanted),
             )));
         }
-        let min_tokens = job.sampling.changes.min_tokens;
         if min_tokens > wanted {
             let message = format!("min_tokens must be less than or equal to max_tokens={wanted}, got {min_tokens}.");
             return Err(ApiError::bad_request(message).of("min_tokens"));
@@ -314,21 +315,26 @@ impl Answer {
     }
 
     /// Whether the answer is the prompt alone.
-    fn is_prompt_alone(&self) -> bool {
-        self.job.max_tokens == Some(0)
+    fn is_prompt_alone(&self, choice: usize) -> bool {
+        self.job.prompt(choice).asked.max_tokens == Some(0)
+    }
+
+    /// How many log-probabilities a token has beside its own, if it has any.
+    fn logprobs(&self, choice: usize) -> Option<usize> {
+        self.job.prompt(choice).asked.sampling.logprobs
     }
 
     /// What the next token of a choice adds; `is_first`: with what the prompt adds.
     fn add(&mut self, choice: usize, piece: &Piece, is_first: bool) -> ApiResult<Addition> {
         let mut added = if is_first { self.echo(choice, &piece.prompt)? } else { Addition::default() };
         (added.finish, added.matched) = (piece.finish, piece.matched.clone());
-        if self.is_prompt_alone() {
+        if self.is_prompt_alone(choice) {
             (added.finish, added.matched) = (Some("length"), Value::Null);
             return Ok(added);
         }
         self.completion_tokens += 1;
         if let Some(logprobs) = &piece.logprobs {
-            added.logprobs.push(self, piece.token, piece.place, Some(logprobs))?;
+            self.report(choice, piece.token, piece.place, Some(logprobs), &mut added.logprobs)?;
         }
         added.text.push_str(&piece.text);
         added.tokens.push(piece.token);
@@ -337,14 +343,14 @@ impl Answer {
 
     /// The prompt, and its log-probabilities, as far as they are asked for.
     fn echo(&self, choice: usize, logprobs: &[(Logprobs, usize)]) -> ApiResult<Addition> {
-        let Prompt { tokens, echo } = self.job.prompt(choice);
+        let Prompt { tokens, echo, .. } = self.job.prompt(choice);
         let Some(Echo { text, places }) = echo else { return Ok(Addition::default()) };
         let mut added = Addition { text: text.clone(), ..Addition::default() };
-        if self.job.sampling.logprobs.is_some() {
+        if self.logprobs(choice).is_some() {
             // Nothing comes before the first token.
             let logprobs = std::iter::once(None).chain(logprobs.iter().map(|(logprobs, _)| Some(logprobs)));
             for ((&token, &place), logprobs) in tokens.iter().zip(places).zip(logprobs) {
-                added.logprobs.push(self, token, place, logprobs)?;
+                self.report(choice, token, place, logprobs, &mut added.logprobs)?;
             }
         }
         Ok(added)
@@ -391,7 +397,7 @@ impl Answer {
                 done.push(form.answer(&self.id, self.job.prompt(choice.index), &all));
                 continue;
             }
-            let logprobs = self.job.sampling.logprobs.map(|_| all.logprobs.json(self.job.format));
+            let logprobs = self.logprobs(choice.index).map(|_| all.logprobs.json(self.job.format));
             let mut whole = match self.job.format {
                 Format::Completion => json!({
                     "index": choice.index,
@@ -527,7 +533,7 @@ impl Answer {
     fn chunk(&self, index: usize, added: Addition, has_role: bool) -> Value {
         let stop_reason = self.stop_reason(&added).clone();
         let Addition { text, logprobs, finish, .. } = added;
-        let logprobs = self.job.sampling.logprobs.filter(|_| !has_role).map(|_| logprobs.json(self.job.format));
+        let logprobs = self.logprobs(index).filter(|_| !has_role).map(|_| logprobs.json(self.job.format));
         let choice = match self.job.format {
             Format::Completion => {
                 json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop_reason })
@@ -562,6 +568,27 @@ impl Answer {
     fn stop_reason<'a>(&self, added: &'a Addition) -> &'a Value {
         let is_of_model = |token: u64| self.server.eos.iter().any(|eos| u64::from(*eos) == token);
         if added.matched.as_u64().is_some_and(is_of_model) { &Value::Null } else { &added.matched }
+    }
+
+    /// Adds a token of a choice to log-probabilities. One that nothing comes before has none.
+    fn report(
+        &self,
+        choice: usize,
+        token: u32,
+        place: Place,
+        logprobs: Option<&Logprobs>,
+        to: &mut TokenLogprobs,
+    ) -> ApiResult<()> {
+        let named = |token, logprob| self.named(place.before, token, logprob);
+        let count = self.logprobs(choice).unwrap_or(0);
+        let top = logprobs.map(|logprobs| {
+            let top = logprobs.top.iter().take(count);
+            top.map(|&(token, logprob)| named(token, Some(logprob))).collect::<ApiResult<_>>()
+        });
+        to.tokens.push(named(token, logprobs.map(|logprobs| logprobs.chosen))?);
+        to.places.push(place.at);
+        to.top.push(top.transpose()?);
+        Ok(())
     }
 
     /// A token as log-probabilities name it.
@@ -605,20 +632,6 @@ impl TokenLogprobs {
     /// The log-probability and the text of each token.
     pub(super) fn tokens(&self) -> impl Iterator<Item = (Option<f32>, &str)> {
         self.tokens.iter().map(|token| (token.logprob, token.text.as_str()))
-    }
-
-    /// Adds a token; one that nothing comes before has no log-probabilities.
-    fn push(&mut self, answer: &Answer, token: u32, place: Place, logprobs: Option<&Logprobs>) -> ApiResult<()> {
-        let named = |token, logprob| answer.named(place.before, token, logprob);
-        let count = answer.job.sampling.logprobs.unwrap_or(0);
-        let top = logprobs.map(|logprobs| {
-            let top = logprobs.top.iter().take(count);
-            top.map(|&(token, logprob)| named(token, Some(logprob))).collect::<ApiResult<_>>()
-        });
-        self.tokens.push(named(token, logprobs.map(|logprobs| logprobs.chosen))?);
-        self.places.push(place.at);
-        self.top.push(top.transpose()?);
-        Ok(())
     }
 
     fn extend(&mut self, other: Self) {

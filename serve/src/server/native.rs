@@ -1,6 +1,7 @@
 //! SGLang's `/generate`: its body as that of a completion, and its answers.
 
 use axum::{Json, extract::State, response::Response};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -8,13 +9,13 @@ use super::{
     error::{ApiError, ApiResult},
     fields::{Fields, On},
     generate::Addition,
-    request::{Job, Prompt, Prompts},
+    request::{Job, Prompt, Prompts, check_choices},
 };
 
 /// The fields of `sampling_params`: SGLang's name, that of a completion, and the value of a request that does not say, in JSON. As in
 /// SGLang, generation_config.json does not change these values.
 const SAMPLING: &[(&str, &str, &str)] = &[
-    ("max_new_tokens", "max_tokens", "128"),
+    ("max_new_tokens", "max_tokens", "null"),
     ("min_new_tokens", "min_tokens", "0"),
     ("sampling_seed", "seed", "null"),
     ("temperature", "temperature", "1"),
@@ -34,12 +35,39 @@ const SAMPLING: &[(&str, &str, &str)] = &[
     ("spaces_between_special_tokens", "spaces_between_special_tokens", "true"),
 ];
 
+/// New tokens of a request that does not say.
+const MAX_NEW_TOKENS: usize = 128;
+
+/// One value for all texts, or one for each.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum OneOrEach<T> {
+    Each(Vec<T>),
+    One(T),
+}
+
+impl<T: Clone> OneOrEach<T> {
+    /// The value of each of `count` texts, which are a list or one text.
+    fn each(self, name: &'static str, count: usize, is_list: bool) -> ApiResult<Vec<T>> {
+        match self {
+            Self::One(one) => Ok(vec![one; count]),
+            Self::Each(each) if is_list && each.len() == count => Ok(each),
+            Self::Each(each) => {
+                let message = match is_list {
+                    true => format!("`{name}` has {} values for {count} texts.", each.len()),
+                    false => format!("`{name}` is a list, and the text is not."),
+                };
+                Err(ApiError::bad_request(message).of(name))
+            }
+        }
+    }
+}
+
 /// The form of an answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Form {
     /// Whether it is a list, of several prompts or choices.
     is_list: bool,
-    has_logprobs: bool,
     /// Whether log-probabilities have the text of their tokens.
     shows_text: bool,
 }
@@ -65,29 +93,53 @@ impl Server {
                 return Err(ApiError::bad_request(message).of("text"));
             }
         };
-        let mut sampling: Map<String, Value> = fields.take("sampling_params")?.unwrap_or_default();
-        let mut completion = Map::new();
-        for (name, of_completion, default) in SAMPLING {
-            let given = sampling.shift_remove(*name).filter(|value| !value.is_null());
-            let default = || serde_json::from_str(default).unwrap_or_default();
-            completion.insert((*of_completion).into(), given.unwrap_or_else(default));
-        }
-        if let Some((name, value)) = sampling.iter().find(|(_, value)| !value.is_null()) {
-            let message = format!("`sampling_params.{name}` = {value} is not implemented.");
-            return Err(ApiError::bad_request(message).of("sampling_params"));
-        }
-        let has_logprobs = fields.is_on("return_logprob")?;
-        if has_logprobs {
-            completion.insert("logprobs".into(), 0.into());
-        }
+        let is_list = matches!(prompts, Prompts::Texts(_) | Prompts::ManyTokens(_));
+        check_choices(prompts.len(), 1)?;
+        let sampling: OneOrEach<Map<String, Value>> =
+            fields.take("sampling_params")?.unwrap_or_else(|| OneOrEach::One(Map::new()));
+        let logprobs: OneOrEach<bool> = fields.take("return_logprob")?.unwrap_or(OneOrEach::One(false));
+        let sampling = sampling.each("sampling_params", prompts.len(), is_list)?;
+        let logprobs = logprobs.each("return_logprob", prompts.len(), is_list)?;
         let shows_text = fields.is_on("return_text_in_logprobs")?;
-        completion.insert("stream".into(), fields.is_on("stream")?.into());
-        completion.insert("lora_path".into(), fields.take::<String>("lora_path")?.into());
+        let stream = fields.is_on("stream")?;
+        let lora_path: Option<String> = fields.take("lora_path")?;
         fields.end()?;
-        let is_one = matches!(prompts, Prompts::Text(_) | Prompts::Tokens(_));
-        let job = self.completion_of(Fields::new(On::Completions, completion), Some(prompts), deadline)?;
-        let native = Some(Form { is_list: !is_one || job.choices > 1, has_logprobs, shows_text });
+        let mut whole: Option<Job> = None;
+        for ((prompt, sampling), has_logprobs) in prompts.split().into_iter().zip(sampling).zip(logprobs) {
+            let mut completion = completion(sampling)?;
+            completion.insert("logprobs".into(), has_logprobs.then_some(0).into());
+            completion.insert("stream".into(), stream.into());
+            completion.insert("lora_path".into(), lora_path.clone().into());
+            let job = self.completion_of(Fields::new(On::Completions, completion), prompt, MAX_NEW_TOKENS, deadline)?;
+            match &mut whole {
+                None => whole = Some(job),
+                Some(whole) if whole.choices == job.choices => whole.prompts.extend(job.prompts),
+                Some(_) => {
+                    return Err(ApiError::bad_request("`n` is the same for all texts.").of("sampling_params"));
+                }
+            }
+        }
+        let Some(job) = whole else { return Err(ApiError::bad_request("There is no prompt.").of("text")) };
+        check_choices(job.prompts.len(), job.choices)?;
+        let native = Some(Form { is_list: is_list || job.choices > 1, shows_text });
         Ok(Job { native, ..job })
+    }
+}
+
+/// The fields of a completion that `sampling_params` stand for.
+fn completion(mut sampling: Map<String, Value>) -> ApiResult<Map<String, Value>> {
+    let mut completion = Map::new();
+    for (name, of_completion, default) in SAMPLING {
+        let given = sampling.shift_remove(*name).filter(|value| !value.is_null());
+        let default = || serde_json::from_str(default).unwrap_or_default();
+        completion.insert((*of_completion).into(), given.unwrap_or_else(default));
+    }
+    match sampling.iter().find(|(_, value)| !value.is_null()) {
+        Some((name, value)) => {
+            let message = format!("`sampling_params.{name}` = {value} is not implemented.");
+            Err(ApiError::bad_request(message).of("sampling_params"))
+        }
+        None => Ok(completion),
     }
 }
 
@@ -108,7 +160,7 @@ impl Form {
         let logprobs = tokens.iter().zip(logprobs.tokens());
         let logprobs: Vec<Value> =
             logprobs.map(|(id, (logprob, text))| json!([logprob, id, self.shows_text.then_some(text)])).collect();
-        if self.has_logprobs {
+        if prompt.asked.sampling.logprobs.is_some() {
             info["input_token_logprobs"] = json!([]);
             info["output_token_logprobs_length"] = logprobs.len().into();
             info["output_token_logprobs"] = logprobs.into();

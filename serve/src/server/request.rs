@@ -1,6 +1,6 @@
 //! Requests for text: what their fields mean. The table of the fields is in [`fields`](super::fields).
 
-use std::{collections::BTreeMap, fmt::Display};
+use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
 use aril::pool::AdapterId;
 use serde::Deserialize;
@@ -44,13 +44,9 @@ pub(super) struct Job {
     pub(super) model: String,
     pub(super) adapter: Option<AdapterId>,
     pub(super) prompts: Vec<Prompt>,
+    /// Of each prompt.
     pub(super) choices: usize,
-    /// The most new tokens, or as many as fit. 0 with `echo`, which shows the prompt alone.
-    pub(super) max_tokens: Option<usize>,
     pub(super) echo: bool,
-    pub(super) end: End,
-    pub(super) stop_tokens: Vec<u32>,
-    pub(super) sampling: Sampling,
     /// Log-probabilities of the prompt's tokens, as an extra.
     pub(super) prompt_logprobs: Option<usize>,
     pub(super) stream: bool,
@@ -78,6 +74,20 @@ pub(super) struct Prompt {
     pub(super) tokens: Vec<u32>,
     /// What an answer begins with.
     pub(super) echo: Option<Echo>,
+    pub(super) asked: Arc<Asked>,
+}
+
+/// What is asked of the answers to a prompt.
+#[derive(Debug)]
+pub(super) struct Asked {
+    /// The most new tokens. 0 with `echo`, which shows the prompt alone.
+    pub(super) max_tokens: Option<usize>,
+    /// Where the request does not say: as many, as far as they fit, or all that fit.
+    pub(super) default_tokens: Option<usize>,
+    pub(super) end: End,
+    /// The tokens that end the text.
+    pub(super) stop_tokens: Vec<u32>,
+    pub(super) sampling: Sampling,
 }
 
 /// A prompt as text.
@@ -125,7 +135,7 @@ pub(super) enum Prompts {
 }
 
 impl Prompts {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match self {
             Self::Text(_) | Self::Tokens(_) => 1,
             Self::Texts(prompts) => prompts.len(),
@@ -137,6 +147,15 @@ impl Prompts {
         match self {
             Self::Tokens(tokens) => tokens.is_empty(),
             _ => self.len() == 0,
+        }
+    }
+
+    /// Each of them alone.
+    pub(super) fn split(self) -> Vec<Self> {
+        match self {
+            Self::Texts(texts) => texts.into_iter().map(Self::Text).collect(),
+            Self::ManyTokens(prompts) => prompts.into_iter().map(|tokens| Self::ManyTokens(vec![tokens])).collect(),
+            one => vec![one],
         }
     }
 }
@@ -163,27 +182,28 @@ impl Server {
     pub(super) fn completion(&self, received: Received) -> ApiResult<Job> {
         let deadline = received.deadline;
         let mut fields = fields(On::Completions, received)?;
-        let prompts = fields.take("prompt")?;
-        self.completion_of(fields, prompts, deadline)
+        let prompts = fields.take("prompt")?.unwrap_or(Prompts::Texts(Vec::new()));
+        self.completion_of(fields, prompts, COMPLETION_TOKENS, deadline)
     }
 
-    /// A completion of these prompts.
+    /// A completion of these prompts, with so many tokens where the request does not say.
     pub(super) fn completion_of(
         &self,
         mut fields: Fields,
-        prompts: Option<Prompts>,
+        prompts: Prompts,
+        default_tokens: usize,
         deadline: Instant,
     ) -> ApiResult<Job> {
-        let Some(prompts) = prompts.filter(|prompts| !prompts.is_empty()) else {
+        if prompts.is_empty() {
             return Err(refused("prompt", "There is no prompt."));
-        };
-        let max_tokens = Some(fields.take("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
+        }
+        let limit = (fields.take("max_tokens")?, Some(default_tokens));
         let (echo, logprobs) = (fields.is_on("echo")?, fields.take("logprobs")?);
         let adds_special = fields.take("add_special_tokens")?.unwrap_or(true);
-        let job = Job { max_tokens, echo, ..self.job(Format::Completion, fields, prompts.len(), logprobs, deadline)? };
+        let (job, asked) = self.job(Format::Completion, fields, prompts.len(), limit, logprobs, deadline)?;
         let prompt = |tokens: Vec<u32>, text: Option<String>| {
-            let echo = echo.then(|| self.echo(&tokens, text, max_tokens == Some(0))).transpose()?;
-            Ok(Prompt { tokens, echo })
+            let echo = echo.then(|| self.echo(&tokens, text, asked.max_tokens == Some(0))).transpose()?;
+            Ok(Prompt { tokens, echo, asked: Arc::clone(&asked) })
         };
         let of_text = |text: String| prompt(self.encode(&text, adds_special, "prompt")?, Some(text));
         let of_tokens = |tokens| prompt(tokens, None);
@@ -193,7 +213,7 @@ impl Server {
             Prompts::Tokens(tokens) => vec![of_tokens(tokens)?],
             Prompts::ManyTokens(prompts) => prompts.into_iter().map(of_tokens).collect::<ApiResult<_>>()?,
         };
-        Ok(Job { prompts, ..job })
+        Ok(Job { prompts, echo, ..job })
     }
 
     /// A prompt as it was sent, or as its tokens read. Unless it is the whole answer, a character that it begins belongs to what follows.
@@ -235,13 +255,13 @@ impl Server {
             (false, Some(_)) => return Err(refused("top_logprobs", "`top_logprobs` needs `logprobs`.")),
         };
         let limits: [Option<usize>; 2] = [fields.take("max_completion_tokens")?, fields.take("max_tokens")?];
-        let max_tokens = limits.into_iter().flatten().next().or(self.defaults.max_new_tokens);
+        let limit = (limits.into_iter().flatten().next(), self.defaults.max_new_tokens);
         let adds_special = fields.is_on("add_special_tokens")?;
         let options = chat_options(&mut fields)?;
-        let job = Job { max_tokens, ..self.job(Format::Chat, fields, 1, logprobs, deadline)? };
+        let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, deadline)?;
         let text = self.template.render(messages::read(messages)?, &options)?;
         let tokens = self.encode(&text, adds_special, "messages")?;
-        Ok(Job { prompts: vec![Prompt { tokens, echo: None }], ..job })
+        Ok(Job { prompts: vec![Prompt { tokens, echo: None, asked }], ..job })
     }
 
     pub(super) fn encode(&self, text: &str, adds_special: bool, of: &'static str) -> ApiResult<Vec<u32>> {
@@ -255,9 +275,10 @@ impl Server {
         format: Format,
         mut fields: Fields,
         prompts: usize,
+        (max_tokens, default_tokens): (Option<usize>, Option<usize>),
         logprobs: Option<usize>,
         deadline: Instant,
-    ) -> ApiResult<Job> {
+    ) -> ApiResult<(Job, Arc<Asked>)> {
         let model = self.name_of(fields.take("model")?, fields.take("lora_path")?)?;
         let stop: Option<OneOrMany<String>> = fields.take("stop")?;
         let stop = stop.map(OneOrMany::into_vec).unwrap_or_default();
@@ -268,10 +289,11 @@ impl Server {
         if stop_tokens.len() > MAX_STOPS {
             return Err(refused("stop_token_ids", format!("stop_token_ids has up to {MAX_STOPS} tokens.")));
         }
+        let ends: Vec<u32> = stop_tokens.iter().chain(&self.eos).copied().collect();
+        let sampling = self.sampling(&mut fields, &ends, logprobs)?;
         if !fields.is_on("ignore_eos")? {
-            stop_tokens.extend(&self.eos);
+            stop_tokens = ends;
         }
-        let sampling = self.sampling(&mut fields, logprobs)?;
         let includes_stop = [fields.is_on("include_stop_str_in_output")?, fields.is_on("no_stop_trim")?];
         let end = End {
             stop,
@@ -280,10 +302,7 @@ impl Server {
             shows_special: !fields.take("skip_special_tokens")?.unwrap_or(true),
         };
         let choices = fields.take("n")?.unwrap_or(1);
-        if !(1..=MAX_CHOICES).contains(&choices) || prompts.saturating_mul(choices) > MAX_CHOICES {
-            let message = format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together.");
-            return Err(refused("n", message));
-        }
+        check_choices(prompts, choices)?;
         if choices > 1 && sampling.temperature == 0.0 {
             return Err(refused("n", "n must be 1 when using greedy sampling."));
         }
@@ -302,11 +321,7 @@ impl Server {
             model,
             prompts: Vec::new(),
             choices,
-            max_tokens: None,
             echo: false,
-            end,
-            stop_tokens,
-            sampling,
             prompt_logprobs,
             stream,
             usage: streamed_usage(&mut fields, stream)?,
@@ -315,10 +330,11 @@ impl Server {
             deadline,
         };
         fields.end()?;
-        Ok(Job { adapter: job.resolve(self)?, ..job })
+        let asked = Asked { max_tokens, default_tokens, end, stop_tokens, sampling };
+        Ok((Job { adapter: job.resolve(self)?, ..job }, Arc::new(asked)))
     }
 
-    fn sampling(&self, fields: &mut Fields, logprobs: Option<usize>) -> ApiResult<Sampling> {
+    fn sampling(&self, fields: &mut Fields, ends: &[u32], logprobs: Option<usize>) -> ApiResult<Sampling> {
         let defaults = &self.defaults;
         let temperature: f32 = fields.take("temperature")?.or(defaults.temperature).unwrap_or(1.0);
         if !(temperature.is_finite() && temperature >= 0.0) {
@@ -343,9 +359,11 @@ impl Server {
             return Err(refused("repetition_penalty", message));
         }
         let penalty = |fields: &mut Fields, name| within(name, fields.take(name)?.unwrap_or(0.0), -2.0, 2.0);
+        let min_tokens = fields.take("min_tokens")?.unwrap_or(0);
         let changes = Changes {
             allowed: fields.take("allowed_token_ids")?,
-            min_tokens: fields.take("min_tokens")?.unwrap_or(0),
+            min_tokens,
+            ends: if min_tokens > 0 { ends.to_vec() } else { Vec::new() },
             bias: self.bias(fields.take("logit_bias")?.unwrap_or_default())?,
             repetition_penalty,
             frequency_penalty: penalty(fields, "frequency_penalty")?,
@@ -355,6 +373,11 @@ impl Server {
         let is_known = |token: &u32| (*token as usize) < self.vocab;
         if changes.allowed.as_ref().is_some_and(|allowed| allowed.is_empty() || !allowed.iter().all(is_known)) {
             return Err(refused("allowed_token_ids", "allowed_token_ids has one or more tokens of the vocabulary."));
+        }
+        if changes.allowed.as_ref().is_some_and(|allowed| allowed.iter().all(|token| changes.ends.contains(token))) {
+            let message =
+                "No token is left to choose: all of allowed_token_ids end the text, which min_tokens forbids.";
+            return Err(refused("allowed_token_ids", message));
         }
         Ok(Sampling { temperature, top_p, top_k, seed: seed.map(i64::cast_unsigned), logprobs, changes })
     }
@@ -375,6 +398,13 @@ impl Server {
         let entries = bias.into_iter().filter_map(entry);
         entries.map(|(token, bias)| Ok((token, within("logit_bias", bias, -100.0, 100.0)?))).collect()
     }
+}
+
+/// Refuses more choices of a number of prompts than a request may have.
+pub(super) fn check_choices(prompts: usize, choices: usize) -> ApiResult<()> {
+    let is_within = (1..=MAX_CHOICES).contains(&choices) && prompts.saturating_mul(choices) <= MAX_CHOICES;
+    let message = || format!("A request has 1 to {MAX_CHOICES} choices, those of all prompts together.");
+    is_within.then_some(()).ok_or_else(|| refused("n", message()))
 }
 
 /// What a chat's prompt is rendered from, beside its messages.
@@ -398,7 +428,7 @@ pub(super) fn chat_options(fields: &mut Fields) -> ApiResult<chat::Options> {
 fn streamed_usage(fields: &mut Fields, stream: bool) -> ApiResult<StreamedUsage> {
     const NAME: &str = "stream_options";
     let options: Option<Map<String, Value>> = fields.take(NAME)?;
-    if options.is_some() && !stream {
+    if options.as_ref().is_some_and(|options| !options.is_empty()) && !stream {
         return Err(refused(NAME, "`stream_options` can only be defined when `stream=True`."));
     }
     let (mut has_usage, mut has_each) = (false, false);

@@ -1,6 +1,10 @@
 //! What the fields of requests do. README.md has the table, of which each field that works is driven through a value that must show.
 
-use std::{collections::HashMap, fs, path::Path};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs,
+    path::Path,
+};
 
 use serde_json::{Value, json};
 
@@ -330,12 +334,35 @@ async fn generate_is_sglangs() {
         }
         assert_eq!(last["meta_info"]["finish_reason"], whole["meta_info"]["finish_reason"], "{index}");
     }
-    let texts: std::collections::BTreeSet<String> = whole.iter().map(|answer| answer["text"].to_string()).collect();
+    let texts: BTreeSet<String> = whole.iter().map(|answer| answer["text"].to_string()).collect();
     assert_eq!((whole.len(), texts.len()), (4, 4), "they differ");
+    // Each text has its own parameters, where there is one for each.
+    let greedy = json!({ "temperature": 0, "max_new_tokens": 2 });
+    let own = [greedy.clone(), with(greedy, &json!({ "max_new_tokens": 12, "stop": "t kn", "no_stop_trim": true }))];
+    let lists = json!({
+        "text": [QUESTION, QUESTION], "sampling_params": own, "return_logprob": [false, true], "rid": ["a", "b"],
+        "logprob_start_len": [-1, -1], "top_logprobs_num": [0, 0], "token_ids_logprob": [null, []],
+    });
+    let whole = native(&server, lists.clone()).await;
+    assert_eq!((&whole[0]["text"], &whole[1]["text"]), (&json!(" I do"), &json!(" I do not kn")));
+    assert_eq!(whole[0]["meta_info"].get("output_token_logprobs"), None);
+    assert_eq!(whole[1]["meta_info"]["output_token_logprobs_length"], 4);
+    let streamed = chunks(server.send("/generate", with(lists, &json!({ "stream": true })).to_string()).await).await;
+    for index in 0..2 {
+        let last = streamed.iter().rfind(|chunk| chunk["index"] == index).expect("each has chunks");
+        assert_eq!((&last["text"], &last["output_ids"]), (&whole[index]["text"], &whole[index]["output_ids"]));
+    }
     for (changes, part) in [
         (json!({ "sampling_params": { "regex": "a+" } }), "`sampling_params.regex` = \"a+\" is not implemented"),
         (json!({ "sampling_params": { "max_tokens": 3 } }), "`sampling_params.max_tokens` = 3"),
-        (json!({ "sampling_params": [{}] }), "`sampling_params` must be an object"),
+        (json!({ "sampling_params": 3 }), "`sampling_params` must be an object"),
+        (json!({ "sampling_params": [{}] }), "`sampling_params` is a list, and the text is not"),
+        (json!({ "text": ["a", "b"], "sampling_params": [{}] }), "`sampling_params` has 1 values for 2 texts"),
+        (json!({ "text": ["a", "b"], "return_logprob": [true, true, false] }), "`return_logprob` has 3 values"),
+        (json!({ "text": ["a", "b"], "sampling_params": [{}, { "n": 2 }] }), "`n` is the same for all texts"),
+        (json!({ "text": ["a", "b"], "sampling_params": { "n": 65 } }), "1 to 128 choices"),
+        (json!({ "text": vec!["a"; 129] }), "1 to 128 choices"),
+        (json!({ "text": ["a", "b"], "logprob_start_len": [-1, 0] }), "`logprob_start_len` = [-1,0]"),
         (json!({ "input_ids": [1] }), "one of `text`"),
         (json!({ "text": null }), "one of `text`"),
         (json!({ "text": [1] }), "one of `text`"),
@@ -441,6 +468,12 @@ async fn shows(server: &Server, field: &str) {
             let long = ask(json!({ "min_tokens": 12, "return_token_ids": true })).await;
             let tokens = long["token_ids"].as_array().expect("it is a list");
             assert!(tokens.len() == 12 && !tokens[..11].contains(&json!(511)), "{long}");
+            // The model's end does not come among them, whether it ends the text or not.
+            let likely = json!({ "min_tokens": 5, "logit_bias": { "511": 100 } });
+            assert_eq!(ids(likely.clone()).await.as_array().map(Vec::len), Some(6));
+            let ignored = ids(with(likely, &json!({ "ignore_eos": true }))).await;
+            let ignored = ignored.as_array().expect("it is a list").iter().map(|token| token == &json!(511));
+            assert_eq!(ignored.collect::<Vec<_>>(), [[false; 5].as_slice(), &[true; 7]].concat());
             // A stop string counts if it ends behind them.
             assert_eq!(ask(json!({ "min_tokens": 3, "stop": "not kn" })).await["text"], " I do ");
             assert_ne!(ask(json!({ "min_tokens": 4, "stop": "not kn" })).await["text"], " I do ");
@@ -462,6 +495,7 @@ async fn shows(server: &Server, field: &str) {
             assert_eq!((last.len(), &last[0]["usage"], &last[6]["choices"]), (7, &Value::Null, &json!([])));
             assert_eq!(last[6]["usage"]["total_tokens"], 11);
             assert_eq!(of(json!({ "include_usage": null })).await.len(), 6);
+            assert_eq!(ask(json!({ "stream_options": {} })).await["text"], " I do not know.");
             let (status, _) = server.complete(body(json!({ "include_obfuscation": true }))).await;
             assert_eq!(status, 400);
         }
@@ -675,6 +709,11 @@ async fn values_out_of_bounds_are_refused_by_name() {
         (json!({ "messages": [{ "role": "usr", "content": "x" }] }), "`messages[0].role` is \"usr\""),
         (json!({ "messages": [{ "role": "user", "content": [{ "type": "image_url" }] }] }), "`image_url`"),
         (json!({ "top_logprobs": 1 }), "`top_logprobs` needs `logprobs`"),
+        (json!({ "allowed_token_ids": [511], "min_tokens": 1 }), "No token is left to choose"),
+        (
+            json!({ "allowed_token_ids": [13, 511], "stop_token_ids": [13], "min_tokens": 1, "ignore_eos": true }),
+            "No token is left to choose",
+        ),
         (json!({ "tools": [{}] }), "`tools` = [{}] is not implemented"),
     ] {
         let base = json!({ "messages": [{ "role": "user", "content": QUESTION }], "max_tokens": 12 });
@@ -707,10 +746,33 @@ async fn requests_sample_as_the_model_says() {
     let messages = json!([{ "role": "user", "content": QUESTION }]);
     let (_, long) = server.post("/v1/chat/completions", json!({ "messages": messages, "ignore_eos": true })).await;
     assert_eq!((&long["usage"]["total_tokens"], &long["choices"][0]["finish_reason"]), (&json!(64), &json!("length")));
-    fs::write(&file, r#"{"max_new_tokens": 3}"#).expect("it can be written");
-    let server = Server::start(&arguments).await;
-    let (_, short) = server.post("/v1/chat/completions", json!({ "messages": messages, "ignore_eos": true })).await;
-    assert_eq!(short["usage"]["completion_tokens"], 3);
+    // What a request does not ask for never makes it one that does not fit.
+    for (default, most) in [(3, 3), (59, 58)] {
+        fs::write(&file, json!({ "max_new_tokens": default }).to_string()).expect("it can be written");
+        let server = Server::start(&arguments).await;
+        let tokens = async |changes: Value| {
+            let body = with(json!({ "messages": messages, "ignore_eos": true }), &changes);
+            let (status, answer) = server.post("/v1/chat/completions", body).await;
+            if status == 200 { answer["usage"]["completion_tokens"].clone() } else { status.into() }
+        };
+        assert_eq!(tokens(json!({})).await, most, "{default}");
+        assert_eq!(tokens(json!({ "min_tokens": 20 })).await, most.max(20));
+        assert_eq!(
+            (tokens(json!({ "max_tokens": 5 })).await, tokens(json!({ "max_tokens": 58 })).await),
+            (5.into(), 58.into())
+        );
+        assert_eq!(
+            (tokens(json!({ "max_tokens": 59 })).await, tokens(json!({ "min_tokens": 59 })).await),
+            (400.into(), 400.into())
+        );
+    }
+    let long = vec![1; 60];
+    let (_, answer) = server.complete(json!({ "prompt": long, "ignore_eos": true })).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 4);
+    let (_, answer) =
+        server.post("/generate", json!({ "input_ids": long, "sampling_params": { "ignore_eos": true } })).await;
+    assert_eq!(answer["meta_info"]["completion_tokens"], 4);
+    assert_eq!(server.complete(json!({ "prompt": vec![1; 64] })).await.0, 400);
 }
 
 /// The small endpoints of peers, and the names that they give models.
