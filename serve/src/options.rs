@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::{path::PathBuf, str::FromStr};
+use std::{env, path::PathBuf, str::FromStr};
 
 use aril::DType;
 use clap::{Parser, ValueEnum};
@@ -105,14 +105,18 @@ pub struct Options {
     /// The longest time of a request
     #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub request_seconds: u64,
-    /// How long requests may run on when the server is told to end
-    #[arg(long, value_name = "S", default_value_t = 30)]
+    /// How long requests may run on when the server is told to end. The default leaves Kubernetes, which waits 30, its time
+    #[arg(long, value_name = "S", default_value_t = 25)]
     pub drain_seconds: u64,
+    /// How long a step may take before /health says that the engine hangs
+    #[arg(long, value_name = "S", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..))]
+    pub step_seconds: u64,
     /// The largest body of a request
     #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = at_least_one)]
     pub max_body_kib: usize,
-    /// A key that requests to /v1 have to give; may be repeated. Other users of the machine see arguments, but not a file or the environment
-    #[arg(long, value_name = "KEY", env = "ARIL_API_KEY", hide_env_values = true, value_parser = api_key)]
+    /// A key that requests to /v1 have to give; may be repeated, and the variable ARIL_API_KEY has one more. Other users of the machine see
+    /// arguments, but not a file or the environment
+    #[arg(long, value_name = "KEY", value_parser = api_key)]
     pub api_key: Vec<String>,
     /// A file of such keys, one a line
     #[arg(long, value_name = "FILE")]
@@ -130,10 +134,14 @@ impl Options {
     /// All keys. There are none only if none were asked for.
     pub(crate) fn api_keys(&self) -> Result<Vec<String>> {
         let mut keys = self.api_key.clone();
+        if let Some(key) = env::var_os("ARIL_API_KEY") {
+            keys.push(api_key(&key.to_string_lossy()).map_err(Error::new).context("ARIL_API_KEY")?);
+        }
         if let Some(file) = &self.api_key_file {
             let subject = format!("--api-key-file {}", file.display());
             let text = files::read_text(file, 1).context(&subject)?;
-            let lines: std::result::Result<Vec<_>, _> = text.lines().map(|line| api_key(line.trim())).collect();
+            let lines: std::result::Result<Vec<_>, _> =
+                text.trim_end().lines().map(|line| api_key(line.trim())).collect();
             let lines = lines.map_err(Error::new).context(&subject)?;
             if lines.is_empty() {
                 bail!("{subject}: it has no key");

@@ -4,9 +4,9 @@ use std::{
     collections::{BTreeMap, HashMap},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc,
-        atomic::Ordering,
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -22,9 +22,12 @@ use aril_serving::registry;
 use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use metrics::Histogram;
-use tokio::sync::{
-    mpsc::{UnboundedReceiver, unbounded_channel},
-    oneshot,
+use tokio::{
+    sync::{
+        mpsc::{UnboundedReceiver, unbounded_channel},
+        oneshot,
+    },
+    time::timeout,
 };
 
 #[cfg(feature = "cuda")]
@@ -45,6 +48,9 @@ use crate::{
 
 /// How long the engine waits for adapters before it looks for commands.
 const WAIT: Duration = Duration::from_millis(1);
+
+/// How long a report is waited for before the last one is taken: those who ask wait for no long step.
+const REPORTED: Duration = Duration::from_secs(1);
 
 /// How often the progress of a load is drawn.
 const DRAWN: Duration = Duration::from_millis(100);
@@ -93,10 +99,57 @@ pub(crate) struct Report {
     pub(crate) tiers: HashMap<AdapterId, Tier>,
 }
 
+impl Report {
+    fn of<D: Capture>(engine: &Engine<'_, D>) -> Self {
+        Self { state: engine.state(), pool: engine.pool(), host_time: engine.host_time(), tiers: engine.tiers() }
+    }
+}
+
 /// A handle to an engine's thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {
     commands: Sender<Command>,
+    seen: Arc<Seen>,
+}
+
+/// What is seen of an engine's thread without asking it.
+#[derive(Debug)]
+struct Seen {
+    start: Instant,
+    /// When it last began a step or took a command, in milliseconds from `start` on, or one of the two below.
+    last: AtomicU64,
+    report: Mutex<Option<Arc<Report>>>,
+}
+
+/// It waits for commands.
+const IDLE: u64 = u64::MAX;
+/// It has ended.
+const ENDED: u64 = u64::MAX - 1;
+
+impl Seen {
+    fn new() -> Self {
+        Self { start: Instant::now(), last: AtomicU64::new(IDLE), report: Mutex::new(None) }
+    }
+
+    /// The last report, if there has been one.
+    fn report(&self) -> MutexGuard<'_, Option<Arc<Report>>> {
+        // It is whole between its changes.
+        self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self) {
+        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(0);
+        self.last.store(now, Ordering::Relaxed);
+    }
+}
+
+/// Dropping it says that the thread has ended.
+struct Ending(Arc<Seen>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.last.store(ENDED, Ordering::Relaxed);
+    }
 }
 
 /// A request in the engine. Dropping it cancels the request.
@@ -154,11 +207,32 @@ impl Handle {
         result.await.ok()
     }
 
-    /// The state of the engine and of its pool. `None` if the engine has ended.
-    pub(crate) async fn report(&self) -> Option<Report> {
-        let (reply, result) = oneshot::channel();
+    /// The state of the engine and of its pool, from before the step that it is in if that takes long. `None` if the engine has ended.
+    pub(crate) async fn report(&self) -> Option<Arc<Report>> {
+        let (reply, mut result) = oneshot::channel();
         self.send(Command::Report(reply));
-        result.await.ok()
+        let report = match timeout(REPORTED, &mut result).await {
+            Ok(report) => report,
+            Err(_) => {
+                let last = self.seen.report().clone();
+                match last {
+                    Some(report) => return Some(report),
+                    None => result.await,
+                }
+            }
+        };
+        let report = Arc::new(report.ok()?);
+        *self.seen.report() = Some(Arc::clone(&report));
+        Some(report)
+    }
+
+    /// How long the engine has been in its step; `None` if it has ended.
+    pub(crate) fn busy_for(&self) -> Option<Duration> {
+        match self.seen.last.load(Ordering::Relaxed) {
+            ENDED => None,
+            IDLE => Some(Duration::ZERO),
+            last => Some(self.seen.start.elapsed().saturating_sub(Duration::from_millis(last))),
+        }
     }
 
     /// Ends the engine, and with it all requests.
@@ -179,14 +253,15 @@ pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
     let num_bytes = num_bytes * setup.split.tp.size() as u64;
     let (commands, received) = channel();
     let (ready, is_ready) = channel();
-    let handle = Handle { commands };
+    let handle = Handle { commands, seen: Arc::new(Seen::new()) };
     let worker =
         Worker { handle: handle.clone(), received, ready: ready.clone(), start: Instant::now(), loading: Vec::new() };
     let own = move || {
-        if let Err(error) = run(worker, setup) {
-            tracing::error!(%error, "the engine has ended");
-            // It may have been ready before.
-            let _ = ready.send(Err(error));
+        if let Err(error) = run(worker, setup)
+            && let Err(SendError(error)) = ready.send(Err(error))
+        {
+            // It was ready before.
+            tracing::error!(error = error.err().map(|error| error.to_string()), "the engine has ended");
         }
     };
     let thread = thread::Builder::new().name("engine".into()).spawn(own)?;
@@ -378,6 +453,8 @@ struct Worker {
 impl Worker {
     /// Steps until it is told to stop.
     fn serve<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<()> {
+        let ending = Ending(Arc::clone(&self.handle.seen));
+        *ending.0.report() = Some(Arc::new(Report::of(engine)));
         while self.take_commands(engine)? {
             if !engine.step(self.start.elapsed())? && !engine.wait_for_adapters(WAIT) {
                 // Nothing is being read, and nothing can run: room for an adapter is on its way.
@@ -395,7 +472,13 @@ impl Worker {
             if is_idle {
                 engine.settle()?;
             }
-            let command = if is_idle { self.received.recv().ok() } else { self.received.try_recv().ok() };
+            let command = if is_idle {
+                self.handle.seen.last.store(IDLE, Ordering::Relaxed);
+                self.received.recv().ok()
+            } else {
+                self.received.try_recv().ok()
+            };
+            self.handle.seen.begin();
             match command {
                 None => return Ok(true),
                 Some(Command::Stop) => return Ok(false),
@@ -417,12 +500,7 @@ impl Worker {
                     drop(reply.send(submitted.collect()));
                 }
                 Some(Command::Cancel(id)) => engine.cancel(id),
-                Some(Command::Report(reply)) => drop(reply.send(Report {
-                    state: engine.state(),
-                    pool: engine.pool(),
-                    host_time: engine.host_time(),
-                    tiers: engine.tiers(),
-                })),
+                Some(Command::Report(reply)) => drop(reply.send(Report::of(engine))),
             }
         }
     }

@@ -38,7 +38,7 @@ use self::{
 };
 pub(crate) use self::{
     graph::Capture,
-    pool::Steps,
+    pool::{Steps, sentence},
     request::{Event, Events, Failure, Finish, Request, RequestId},
     runner::Runner,
     sampling::{Changes, Chosen, Logprobs, Sampling},

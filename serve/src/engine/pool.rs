@@ -12,6 +12,17 @@ use crate::{
     error,
 };
 
+/// Why an adapter is not there, without its number, which nobody else knows.
+pub(crate) fn sentence(error: &PoolError) -> String {
+    match error {
+        PoolError::Failed { error, .. } => error.to_string(),
+        PoolError::TooLarge { bytes, what, max, .. } => {
+            format!("it has {bytes} bytes, and the {what} has {max} (--arena-mib, --host-mib)")
+        }
+        error => error.to_string(),
+    }
+}
+
 /// A pool of adapters. Its operations are those of an [`AdapterPool`], on its first compute stream.
 pub(crate) trait Pool {
     fn load(&mut self, source: Source) -> Result<Version, PoolError>;

@@ -34,8 +34,8 @@ pub(crate) type Events = UnboundedSender<Event>;
 /// What has happened to a request.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// It begins to run, for the first time or again.
-    Started,
+    /// It begins to run, for the first time or again; the cache has the keys and values of so many of its tokens.
+    Started(usize),
     /// The log-probabilities of the next token of its prompt, and how many tokens are at least as probable.
     Prompt(Logprobs, usize),
     /// Its next token, and why it is the last one.
@@ -62,7 +62,7 @@ pub(crate) enum Failure {
     Cache { tokens: usize, room: usize },
     #[error("the adapter was unloaded")]
     Unloaded,
-    #[error("the adapter could not be loaded: {0}")]
+    #[error("the adapter could not be loaded: {0}; its files must be as they were, or it has to be loaded anew")]
     Adapter(Arc<str>),
     #[error(transparent)]
     Admission(#[from] AdmissionError),

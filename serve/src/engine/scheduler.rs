@@ -368,7 +368,7 @@ impl Scheduler {
             left.spend(&chunk);
             *budget = left;
             // Without a receiver, its cancellation is on its way.
-            let _ = sequence.events.send(Event::Started);
+            let _ = sequence.events.send(Event::Started(computed));
             scheduled.push(offered.id, sequence, chunk);
             running.insert(offered.id);
             Answer::Take
@@ -556,5 +556,5 @@ fn watch(loads: &mut HashMap<AdapterId, Load>, id: AdapterId, pool: &dyn Pool) {
 }
 
 fn failure(error: &PoolError) -> Failure {
-    Failure::Adapter(error.to_string().into())
+    Failure::Adapter(pool::sentence(error).into())
 }

@@ -293,7 +293,7 @@ impl Submitted {
                 }
                 Ok(Event::Failed(failure)) => self.failure = Some(failure),
                 Ok(Event::Prompt(logprobs, _)) => self.prompt.push(logprobs),
-                Ok(Event::Started) => {}
+                Ok(Event::Started(_)) => {}
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
             }
         }
@@ -821,7 +821,7 @@ fn a_failed_step_ends_its_requests() {
         assert_eq!((first.plan.chunks.len(), second.plan.chunks.len(), state.preemptions), (2, 1, 1));
         scheduler.fail_step(&first, &Failure::Step("broken".into()));
         for events in &mut events {
-            assert!(matches!(events.try_recv(), Ok(Event::Started)));
+            assert!(matches!(events.try_recv(), Ok(Event::Started(_))));
             assert!(matches!(events.try_recv(), Ok(Event::Failed(Failure::Step(_)))));
         }
         assert!(scheduler.is_idle() && scheduler.state().free_blocks == 3);

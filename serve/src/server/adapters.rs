@@ -22,9 +22,13 @@ use serde_json::{Value, json};
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
+    root::Root,
     warnings::Folder,
 };
-use crate::error::Result;
+use crate::{
+    engine::{self, Failure},
+    error::Result,
+};
 
 /// The body of `/v1/load_lora_adapter`.
 #[derive(Debug, Deserialize)]
@@ -109,7 +113,7 @@ impl Server {
     /// The base model and the adapters, as OpenAI describes models.
     pub(super) async fn models(&self) -> ApiResult<Vec<Value>> {
         let server = self;
-        let tiers = server.engine.report().await.ok_or_else(ApiError::ended)?.tiers;
+        let report = server.engine.report().await.ok_or_else(ApiError::ended)?;
         let model = |id: &str, root: &Path, parent: Option<&str>| {
             json!({
                 "id": id,
@@ -124,10 +128,10 @@ impl Server {
         let base = server.names.iter().map(|name| model(name, &server.model, None));
         let paths = server.paths();
         let adapters = server.registry.list().into_iter().map(|adapter| {
-            let root = paths.get(&adapter.id).cloned().unwrap_or_default();
-            let mut model = model(&adapter.name, &root, server.names.first().map(String::as_str));
+            let root = paths.get(&adapter.id).map_or(Path::new(""), |path| path);
+            let mut model = model(&adapter.name, root, server.names.first().map(String::as_str));
             // Not in OpenAI's API: the fastest memory that the adapter is in, which is the host's if it was loaded since the report.
-            model["tier"] = match tiers.get(&adapter.id) {
+            model["tier"] = match report.tiers.get(&adapter.id) {
                 Some(Tier::Device) => "device".into(),
                 Some(Tier::Source) => "source".into(),
                 _ => "host".into(),
@@ -157,7 +161,7 @@ impl Server {
         let folder = dir.clone();
         let of_source = opener.clone();
         let source = tokio::task::spawn_blocking(move || server.source(&folder, of_source)).await;
-        let source = source.map_err(|error| ApiError::internal(error.to_string()))??;
+        let source = source.map_err(|_| ApiError::internal("The thread that read the adapter has panicked."))??;
         if source.max_rank() > self.max_rank {
             let (rank, max) = (source.max_rank(), self.max_rank);
             return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
@@ -166,20 +170,41 @@ impl Server {
         let (server, folder) = (Arc::clone(self), Folder { path: dir.clone(), opener });
         let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
         let version = self.engine.load(source).await.ok_or_else(ApiError::ended)?;
-        let version = version.map_err(|error| ApiError::bad_request(error.to_string()))?;
+        let version = version.map_err(|error| ApiError::bad_request(self.cut(engine::sentence(&error), Some(&dir))))?;
         let id = version.id();
-        self.paths().insert(id, dir.clone());
+        self.paths().insert(id, dir.as_path().into());
         let replaced = pending.serve(version).map_err(|error| {
             self.paths().remove(&id);
             ApiError::invalid_input(error.to_string())
         })?;
         replaced.version.into_iter().for_each(|old| self.forget(old));
         tracing::info!(name, path = %dir.display(), "loaded an adapter");
-        let warnings = warnings.await.map_err(|error| ApiError::internal(error.to_string()))?;
+        let warnings =
+            warnings.await.map_err(|_| ApiError::internal("The thread that read the folder has panicked."))?;
         for warning in &warnings {
             tracing::warn!(name, warning, "a part of an adapter has no effect");
         }
         Ok(warnings)
+    }
+
+    /// The error of a request that the engine does not answer, on an adapter of this folder.
+    pub(super) fn failed(&self, failure: &Failure, folder: Option<&Path>) -> ApiError {
+        let message = failure.to_string();
+        match failure {
+            Failure::QueueFull { .. } => ApiError::unavailable(format!("The server is busy: {message}.")),
+            Failure::Cache { .. } => ApiError::bad_request(message),
+            Failure::Unloaded => ApiError::not_found("The adapter was unloaded.").of("model"),
+            Failure::Adapter(_) | Failure::Admission(_) | Failure::NotNumbers | Failure::Step(_) => {
+                tracing::error!(message, "a request has failed");
+                ApiError::internal(self.cut(message, folder))
+            }
+        }
+    }
+
+    /// A text in which files are named as clients name them: not where the server has its folders.
+    fn cut(&self, text: String, folder: Option<&Path>) -> String {
+        let places = [self.lora_root.as_ref().map(Root::path), folder.and_then(Path::parent)];
+        places.into_iter().flatten().fold(text, |text, place| text.replace(&format!("{}/", place.display()), ""))
     }
 
     /// The one name that says what answers a request: that in `model`, which is the base model's where the request does not say. With
@@ -250,9 +275,9 @@ impl Server {
         match Source::directory_with(dir, opener.clone(), model, dtype) {
             // A pool compares no base weights, so this adapter stays in memory.
             Err(AdapterError::BaseWeight { .. }) => {}
-            source => return source.map_err(|error| self.refuse(&error)),
+            source => return source.map_err(|error| self.refuse(&error, dir)),
         }
-        let mut adapter = Adapter::open_with(dir, &opener).map_err(|error| self.refuse(&error))?;
+        let mut adapter = Adapter::open_with(dir, &opener).map_err(|error| self.refuse(&error, dir))?;
         let compared = adapter.compare_base_weights(|weight| -> Result<bool> {
             match dtype {
                 DType::BF16 => self.checkpoint.has::<bf16>(weight, model, self.tied),
@@ -260,17 +285,13 @@ impl Server {
                 _ => self.checkpoint.has::<f32>(weight, model, self.tied),
             }
         });
-        compared.map_err(|error| ApiError::bad_request(error.to_string()))?;
-        Source::memory(adapter.into(), model, dtype).map_err(|error| self.refuse(&error))
+        compared.map_err(|error| ApiError::bad_request(self.cut(error.to_string(), Some(dir))))?;
+        Source::memory(adapter.into(), model, dtype).map_err(|error| self.refuse(&error, dir))
     }
 
-    /// The error of an adapter that cannot be served. Paths are shown as clients name them.
-    fn refuse(&self, error: &AdapterError) -> ApiError {
-        let message = error.to_string();
-        let message = match &self.lora_root {
-            Some(root) => message.replace(&format!("{}/", root.path().display()), ""),
-            None => message,
-        };
+    /// The error of an adapter that cannot be served.
+    fn refuse(&self, error: &AdapterError, dir: &Path) -> ApiError {
+        let message = self.cut(error.to_string(), Some(dir));
         match error {
             AdapterError::NoConfig { .. } | AdapterError::NoWeights { .. } => {
                 ApiError::not_found(format!("No adapter found: {message}."))

@@ -1,36 +1,43 @@
 //! Bodies of requests: JSON of a limited size.
 
-use std::{convert::Infallible, fmt};
+use std::{fmt, sync::Arc};
 
 use axum::{
-    body::Bytes,
+    body::{Body, HttpBody as _},
     extract::{FromRequest, Request},
     http::{
         HeaderMap, StatusCode,
-        header::{CONTENT_TYPE, ORIGIN},
+        header::{CONTENT_ENCODING, CONTENT_TYPE, EXPECT, ORIGIN},
     },
 };
 use serde::{
     Deserialize,
     de::{DeserializeOwned, Error as _, MapAccess, Visitor},
 };
-use serde_json::{Map, Value};
-use tokio::time::{Instant, timeout_at};
+use serde_json::{Map, Value, error::Category};
+use tokio::time::timeout_at;
+use tokio_stream::StreamExt as _;
 
 use super::{
-    connections::Deadline,
+    Server,
+    access::Access,
     error::{ApiError, ApiResult},
+    head, key_of,
+    turns::Client,
 };
 
 /// Bytes of a body that are read, and whose texts are tokenized, in no more than a few milliseconds.
 const LONG: usize = 16 << 10;
 
-/// A body, or why it could not be received.
+/// Bytes of a body that is too long which are read beside those of the limit, so that its client gets to read the answer.
+const DISCARDED: usize = 16 << 20;
+
+/// A body.
 pub(crate) struct Received {
-    bytes: ApiResult<Bytes>,
+    bytes: Vec<u8>,
     kind: Kind,
-    /// When the request has to be answered.
-    pub(crate) deadline: Instant,
+    pub(super) access: Arc<Access>,
+    pub(super) client: Client,
 }
 
 /// What a body is by its type.
@@ -56,28 +63,68 @@ impl Kind {
 }
 
 impl Received {
-    /// Whether to read the body takes long.
-    pub(crate) fn is_long(&self) -> bool {
-        self.bytes.as_ref().is_ok_and(|bytes| bytes.len() > LONG)
+    /// How many bytes there are to read, if to read them takes long.
+    pub(crate) fn long(&self) -> Option<usize> {
+        Some(self.bytes.len()).filter(|bytes| *bytes > LONG)
     }
 }
 
-impl<S: Send + Sync> FromRequest<S> for Received {
-    type Rejection = Infallible;
+impl FromRequest<Arc<Server>> for Received {
+    type Rejection = ApiError;
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, Infallible> {
-        let deadline = request.extensions().get().map_or_else(Instant::now, |&Deadline(deadline)| deadline);
-        let kind = Kind::of(request.headers());
-        let bytes = if kind == Kind::Other {
-            Err(other_type())
-        } else {
-            match timeout_at(deadline, Bytes::from_request(request, state)).await {
-                Ok(bytes) => bytes.map_err(|error| ApiError::with_status(error.status(), error.body_text())),
-                Err(_) => Err(ApiError::with_status(StatusCode::REQUEST_TIMEOUT, "The body took too long.")),
-            }
+    async fn from_request(mut request: Request, server: &Arc<Server>) -> ApiResult<Self> {
+        let headers = request.headers();
+        let kind = Kind::of(headers);
+        if kind == Kind::Other {
+            return Err(other_type());
+        }
+        if head::codings(headers, CONTENT_ENCODING).iter().any(|coding| coding != "identity") {
+            let message = "The body must have no Content-Encoding.";
+            return Err(ApiError::with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+        }
+        let limit = server.limits.body_bytes;
+        let too_long = || {
+            let message = format!("The body has more than {} KiB, which are the most (--max-body-kib).", limit >> 10);
+            ApiError::with_status(StatusCode::PAYLOAD_TOO_LARGE, message)
         };
-        Ok(Self { bytes, kind, deadline })
+        // Before a client that waits for it is told to send it. Another one reads no answer before it has sent all.
+        if request.body().size_hint().lower() > limit as u64 && headers.contains_key(EXPECT) {
+            return Err(too_long());
+        }
+        let key = key_of(headers).to_owned();
+        let access: Option<Arc<Access>> = request.extensions_mut().remove();
+        let access = access.ok_or_else(|| ApiError::internal("The request came from nowhere."))?;
+        let arrival = &access.arrival;
+        let client = if server.api_keys.is_empty() { Client::Address(arrival.peer) } else { Client::Key(key) };
+        let received = tokio::select! {
+            received = timeout_at(arrival.deadline, read(request.into_body(), limit)) => received,
+            () = arrival.is_left() => return Err(ApiError::unavailable("The server ends.")),
+        };
+        let bytes = match received {
+            Ok(Ok(Some(bytes))) => bytes,
+            Ok(Ok(None)) => return Err(too_long()),
+            Ok(Err(_)) => return Err(ApiError::bad_request("The body has not arrived.")),
+            Err(_) => return Err(ApiError::with_status(StatusCode::REQUEST_TIMEOUT, "The body took too long.")),
+        };
+        Ok(Self { bytes, kind, access, client })
     }
+}
+
+/// Reads a body; `None` if it is longer than the limit.
+async fn read(body: Body, limit: usize) -> Result<Option<Vec<u8>>, axum::Error> {
+    let (mut parts, mut bytes, mut length) = (body.into_data_stream(), Vec::new(), 0);
+    while let Some(part) = parts.next().await {
+        let part = part?;
+        length += part.len();
+        if length <= limit {
+            bytes.extend_from_slice(&part);
+        } else if length > limit + DISCARDED {
+            break;
+        } else {
+            bytes = Vec::new();
+        }
+    }
+    Ok((length <= limit).then_some(bytes))
 }
 
 fn other_type() -> ApiError {
@@ -86,8 +133,14 @@ fn other_type() -> ApiError {
 
 /// Reads a body as JSON.
 fn parse<V: DeserializeOwned>(received: Received) -> ApiResult<V> {
-    let bytes = received.bytes?;
-    serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("The body cannot be read: {error}")))
+    serde_json::from_slice(&received.bytes).map_err(|error| {
+        let place = format!("line {}, column {}", error.line(), error.column());
+        ApiError::bad_request(match error.classify() {
+            Category::Data => format!("The body cannot be read: {error}."),
+            Category::Eof => format!("The body is not JSON: it ends early, at {place}."),
+            Category::Io | Category::Syntax => format!("The body is not JSON: {place} is unexpected."),
+        })
+    })
 }
 
 /// An object that has no name twice: of two values of `model`, a gateway may read the other one.

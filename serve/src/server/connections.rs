@@ -1,11 +1,12 @@
 //! HTTP/1.1 connections, none of which waits for its client without an end.
 //!
 //! A head arrives within [`HEAD`], which is how long an idle connection stays open, too. From then on a request has `--request-seconds`: its
-//! [`Deadline`] ends the wait for its body, for its tokens, and for a client that does not read its answer.
+//! deadline ends the wait for its body, for its tokens, and for a client that does not read its answer.
 
 use std::{
     convert::Infallible,
     io,
+    net::IpAddr,
     pin::Pin,
     sync::{
         Arc, Mutex, PoisonError,
@@ -27,18 +28,16 @@ use tokio::{
 };
 use tower_service::Service as _;
 
+use super::access::Arrival;
+
 /// The longest wait for the head of a request.
 const HEAD: Duration = Duration::from_secs(30);
-/// How long the end of the server waits for a connection that has had no request, because one may be on its way.
-const IDLE: Duration = Duration::from_secs(1);
+/// How long the end of the server waits for a connection that has had no request, or for the body of one, because it may be on its way.
+pub(super) const IDLE: Duration = Duration::from_secs(1);
 /// How long nothing is accepted after a failure, such as for want of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// When a request has to be answered. Each request has it as an extension.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Deadline(pub(super) Instant);
-
-/// Serves until `stopped`, and then until the last request has been answered.
+/// Serves until `stopped`, and then until the last request has been answered. Each request has an [`Arrival`] as an extension.
 pub(super) async fn serve(listener: TcpListener, app: Router, time: Duration, mut stopped: watch::Receiver<bool>) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD.min(time));
@@ -52,8 +51,9 @@ pub(super) async fn serve(listener: TcpListener, app: Router, time: Duration, mu
             _ = stopped.wait_for(|is_stopped| *is_stopped) => break,
         };
         match accepted {
-            Ok((stream, _)) => {
-                connections.spawn(connection(stream, http.clone(), app.clone(), time, until_stopped.clone()));
+            Ok((stream, peer)) => {
+                let peer = peer.ip().to_canonical();
+                connections.spawn(connection(stream, peer, http.clone(), app.clone(), time, until_stopped.clone()));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -68,6 +68,7 @@ pub(super) async fn serve(listener: TcpListener, app: Router, time: Duration, mu
 /// Serves a connection. What goes wrong ends it.
 async fn connection(
     stream: TcpStream,
+    peer: IpAddr,
     http: http1::Builder,
     app: Router,
     time: Duration,
@@ -78,7 +79,10 @@ async fn connection(
     let now = Instant::now();
     let progress = Arc::new(Progress { deadline: Mutex::new(now + time), is_used: AtomicBool::new(false) });
     let io = Timed { stream, progress: Arc::clone(&progress), end: Box::pin(sleep_until(now)) };
-    let service = service_fn(|request| answer(request, app.clone(), progress.begin(time)));
+    let ending = stopped.clone();
+    let service = service_fn(|request| {
+        answer(request, app.clone(), Arrival { deadline: progress.begin(time), peer, ending: ending.clone() })
+    });
     let mut served = std::pin::pin!(http.serve_connection(TokioIo::new(io), service));
     tokio::select! {
         _ = &mut served => return,
@@ -92,13 +96,9 @@ async fn connection(
     let _ = served.await;
 }
 
-async fn answer(
-    request: hyper::Request<Incoming>,
-    mut app: Router,
-    deadline: Deadline,
-) -> Result<Response, Infallible> {
+async fn answer(request: hyper::Request<Incoming>, mut app: Router, arrival: Arrival) -> Result<Response, Infallible> {
     let mut request: Request = request.map(Body::new);
-    request.extensions_mut().insert(deadline);
+    request.extensions_mut().insert(arrival);
     app.call(request).await
 }
 
@@ -116,11 +116,11 @@ impl Progress {
     }
 
     /// Begins a request, which has this time.
-    fn begin(&self, time: Duration) -> Deadline {
+    fn begin(&self, time: Duration) -> Instant {
         let deadline = Instant::now() + time;
         *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = deadline;
         self.is_used.store(true, Ordering::Relaxed);
-        Deadline(deadline)
+        deadline
     }
 }
 

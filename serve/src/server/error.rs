@@ -4,15 +4,12 @@ use std::io;
 
 use axum::{
     Json,
-    http::StatusCode,
+    http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
 
-use crate::{
-    engine::Failure,
-    error::{Error, shown},
-};
+use crate::error::{Error, shown};
 
 /// An answer that is not a result. Its message is of bounded length, whatever it quotes.
 #[derive(Clone, Debug)]
@@ -106,6 +103,10 @@ impl ApiError {
         &self.message
     }
 
+    pub(crate) fn refused(&self) -> Refused {
+        Refused { status: self.status.as_u16(), kind: self.kind, param: self.param }
+    }
+
     /// The body of the answer, and of a stream's last event.
     pub(crate) fn json(&self) -> Value {
         let Self { status, kind, message, param } = self;
@@ -113,18 +114,12 @@ impl ApiError {
     }
 }
 
-impl From<Failure> for ApiError {
-    fn from(failure: Failure) -> Self {
-        let message = failure.to_string();
-        match failure {
-            Failure::QueueFull { .. } => Self::unavailable(format!("The server is busy: {message}.")),
-            Failure::Cache { .. } => Self::bad_request(message),
-            Failure::Unloaded => Self::not_found("The adapter was unloaded.").of("model"),
-            Failure::Adapter(_) | Failure::Admission(_) | Failure::NotNumbers | Failure::Step(_) => {
-                Self::internal(message)
-            }
-        }
-    }
+/// What the log says of an error: not its message, which may quote what a user has sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Refused {
+    pub(crate) status: u16,
+    pub(crate) kind: &'static str,
+    pub(crate) param: Option<&'static str>,
 }
 
 impl From<Error> for ApiError {
@@ -136,7 +131,18 @@ impl From<Error> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        tracing::info!(status = self.status.as_u16(), message = self.message, "refused");
-        (self.status, Json(self.json())).into_response()
+        let mut response = (self.status, Json(self.json())).into_response();
+        let fields: &[_] = match self.status {
+            StatusCode::UNAUTHORIZED => &[(header::WWW_AUTHENTICATE, "Bearer")],
+            StatusCode::SERVICE_UNAVAILABLE => &[(header::RETRY_AFTER, "1")],
+            StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+                &[(header::ACCEPT, "application/json"), (header::ACCEPT_ENCODING, "identity")]
+            }
+            _ => &[],
+        };
+        let fields = fields.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value)));
+        response.headers_mut().extend(fields);
+        response.extensions_mut().insert(self.refused());
+        response
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     convert::Infallible,
+    path::Path,
     sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -51,6 +52,10 @@ struct Choice {
     submission: Submission,
     text: Text,
     deadline: Instant,
+    /// The folder of its adapter.
+    folder: Option<Arc<Path>>,
+    /// Tokens of the prompt whose keys and values the cache had.
+    cached: usize,
     /// What has been received of the prompt's log-probabilities.
     prompt: Vec<(Logprobs, usize)>,
     times: Times,
@@ -112,6 +117,8 @@ struct Piece {
     matched: Value,
     /// With the first token: the log-probabilities of the prompt's tokens but the first, and how many tokens are at least as probable.
     prompt: Vec<(Logprobs, usize)>,
+    /// Tokens of the prompt whose keys and values the cache had.
+    cached: usize,
 }
 
 impl Choice {
@@ -122,8 +129,13 @@ impl Choice {
             match event.ok_or_else(ApiError::ended)? {
                 Event::Token(chosen, finish) => break (chosen, finish),
                 Event::Prompt(logprobs, rank) => self.prompt.push((logprobs, rank)),
-                Event::Started => drop(self.times.started.get_or_insert_with(Instant::now)),
-                Event::Failed(failure) => return Err(failure.into()),
+                Event::Started(cached) => {
+                    // It may have been preempted since.
+                    if self.times.started.is_none() {
+                        (self.times.started, self.cached) = (Some(Instant::now()), cached);
+                    }
+                }
+                Event::Failed(failure) => return Err(server.failed(&failure, self.folder.as_deref())),
             }
         };
         let Added { place, mut text, mut is_stopped } = match finish {
@@ -147,7 +159,8 @@ impl Choice {
             None => Value::Null,
         };
         self.times.note(server, finish);
-        Ok(Piece { text, token, place, logprobs, finish, matched, prompt: std::mem::take(&mut self.prompt) })
+        let (prompt, cached) = (std::mem::take(&mut self.prompt), self.cached);
+        Ok(Piece { text, token, place, logprobs, finish, matched, prompt, cached })
     }
 }
 
@@ -160,18 +173,20 @@ impl Server {
         read: impl FnOnce(&Self, body::Received) -> ApiResult<V> + Send + 'static,
     ) -> ApiResult<V> {
         let server = Arc::clone(self);
-        let turn = if received.is_long() {
-            let turn = timeout_at(received.deadline, Arc::clone(&self.long_bodies).acquire_owned()).await;
-            Some(turn.map_err(|_| ApiError::late())?)
-        } else {
-            None
+        let turn = match received.long() {
+            Some(bytes) => {
+                let turn = self.turns.take(received.client.clone(), bytes);
+                Some(timeout_at(received.access.arrival.deadline, turn).await.map_err(|_| ApiError::late())?)
+            }
+            None => None,
         };
         let read = spawn_blocking(move || {
             let read = read(&server, received);
             drop(turn);
             read
         });
-        read.await.map_err(|error| ApiError::internal(error.to_string()))?
+        // What a panic says may quote what it was about.
+        read.await.map_err(|_| ApiError::internal("The thread that read the request has panicked."))?
     }
 
     /// Submits all choices of a request, together, unless the engine refuses them.
@@ -207,11 +222,21 @@ impl Server {
                 self.observe("vllm:request_params_max_tokens", max_tokens as f64);
             }
         }
+        let folder = job.adapter.and_then(|id| self.paths().get(&id).cloned());
         let choice = |(index, submission)| {
             let Prompt { tokens, echo, asked } = job.prompt(index);
             let shown = echo.as_ref().map_or(0, |echo| echo.text.chars().count());
             let text = Text::behind(tokens, shown, asked.end.clone(), &self.tokenizer)?;
-            Ok(Choice { index, submission, text, deadline: job.deadline, prompt: Vec::new(), times: Times::new() })
+            Ok(Choice {
+                index,
+                submission,
+                text,
+                deadline: job.access.arrival.deadline,
+                folder: folder.clone(),
+                cached: 0,
+                prompt: Vec::new(),
+                times: Times::new(),
+            })
         };
         submissions.into_iter().enumerate().map(choice).collect::<ApiResult<_>>().map(Ok)
     }
@@ -253,6 +278,11 @@ impl Server {
     }
 
     pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
+        {
+            let mut noted = job.access.note();
+            noted.served = Some(job.adapter.map(|_| job.model.clone()));
+            noted.prompt_tokens = job.prompt_tokens();
+        }
         let choices = loop {
             let failure = match self.submit(&job).await? {
                 Ok(choices) => break choices,
@@ -261,14 +291,21 @@ impl Server {
             // The version may have been replaced since the request was read.
             let resolved = if matches!(failure, Failure::Unloaded) { job.resolve(self)? } else { job.adapter };
             if resolved == job.adapter {
-                return Err(failure.into());
+                let folder = job.adapter.and_then(|id| self.paths().get(&id).cloned());
+                return Err(self.failed(&failure, folder.as_deref()));
             }
             job.adapter = resolved;
         };
         let answer = Answer::new(Arc::clone(self), job);
         if answer.job.stream {
             let (chunks, stream) = mpsc::channel(STREAM_CHUNKS);
-            tokio::spawn(answer.stream(choices, chunks));
+            let access = Arc::clone(&answer.job.access);
+            tokio::spawn(async move {
+                answer.stream(choices, chunks.clone()).await;
+                if chunks.is_closed() {
+                    access.leave();
+                }
+            });
             return Ok(Sse::new(ReceiverStream::new(stream)).into_response());
         }
         answer.whole(choices).await
@@ -281,6 +318,7 @@ struct Answer {
     job: Job,
     id: String,
     created: u64,
+    cached_tokens: usize,
     completion_tokens: usize,
 }
 
@@ -293,25 +331,27 @@ pub(super) struct Addition {
     pub(super) finish: Option<&'static str>,
     /// The stop string or the token that ended the text.
     pub(super) matched: Value,
+    /// Tokens of the prompt whose keys and values the cache had.
+    pub(super) cached: usize,
 }
 
 impl Addition {
     /// Adds what comes next.
     fn extend(&mut self, next: Self) {
-        let Self { text, tokens, logprobs, finish, matched } = next;
+        let Self { text, tokens, logprobs, finish, matched, cached } = next;
         self.text.push_str(&text);
         self.tokens.extend(tokens);
         self.logprobs.extend(logprobs);
-        (self.finish, self.matched) = (finish, matched);
+        (self.finish, self.matched, self.cached) = (finish, matched, cached);
     }
 }
 
 impl Answer {
     fn new(server: Arc<Server>, job: Job) -> Self {
         let prefix = if job.format == Format::Chat { "chatcmpl" } else { "cmpl" };
-        let id = format!("{prefix}-{:032x}", rand::random::<u128>());
+        let id = format!("{prefix}-{}", job.access.id);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        Self { server, job, id, created, completion_tokens: 0 }
+        Self { server, job, id, created, cached_tokens: 0, completion_tokens: 0 }
     }
 
     /// Whether the answer is the prompt alone.
@@ -327,12 +367,18 @@ impl Answer {
     /// What the next token of a choice adds; `is_first`: with what the prompt adds.
     fn add(&mut self, choice: usize, piece: &Piece, is_first: bool) -> ApiResult<Addition> {
         let mut added = if is_first { self.echo(choice, &piece.prompt)? } else { Addition::default() };
-        (added.finish, added.matched) = (piece.finish, piece.matched.clone());
+        (added.finish, added.matched, added.cached) = (piece.finish, piece.matched.clone(), piece.cached);
+        // Choices of a prompt share it.
+        if is_first && choice.is_multiple_of(self.job.choices) {
+            self.cached_tokens += piece.cached;
+            self.job.access.note().cached_tokens = self.cached_tokens;
+        }
         if self.is_prompt_alone(choice) {
             (added.finish, added.matched) = (Some("length"), Value::Null);
             return Ok(added);
         }
         self.completion_tokens += 1;
+        self.job.access.note_token();
         if let Some(logprobs) = &piece.logprobs {
             self.report(choice, piece.token, piece.place, Some(logprobs), &mut added.logprobs)?;
         }
@@ -485,13 +531,13 @@ impl Answer {
             };
             let (index, piece) = match received {
                 Some((index, Ok(piece))) => (index, piece),
-                Some((_, Err(error))) => return fail(&chunks, &error).await,
-                None => return fail(&chunks, &ApiError::internal("A choice has ended early.")).await,
+                Some((_, Err(error))) => return self.fail(&chunks, &error).await,
+                None => return self.fail(&chunks, &ApiError::internal("A choice has ended early.")).await,
             };
             let is_first = !std::mem::replace(&mut begun[index], true);
             let added = match self.add(index, &piece, is_first) {
                 Ok(added) => added,
-                Err(error) => return fail(&chunks, &error).await,
+                Err(error) => return self.fail(&chunks, &error).await,
             };
             left -= usize::from(added.finish.is_some());
             if let Some(form) = self.job.native {
@@ -559,9 +605,21 @@ impl Answer {
     }
 
     fn usage(&self) -> Value {
-        let prompt: usize = self.job.prompts.iter().map(|prompt| prompt.tokens.len()).sum();
-        let completion = self.completion_tokens;
-        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
+        let (prompt, completion) = (self.job.prompt_tokens(), self.completion_tokens);
+        json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": { "cached_tokens": self.cached_tokens },
+        })
+    }
+
+    /// Ends a stream with an error.
+    async fn fail(&self, chunks: &mpsc::Sender<Result<sse::Event, Infallible>>, error: &ApiError) {
+        self.job.access.fail(error.refused());
+        // The client may be gone, which ends the stream as well.
+        let _ = chunks.send(event(&error.json())).await;
+        let _ = chunks.send(Ok(sse::Event::default().data("[DONE]"))).await;
     }
 
     /// What has ended a text, as vLLM has it: a stop string or a token of `stop_token_ids`, and null for the model's own.
@@ -670,11 +728,4 @@ impl TokenLogprobs {
 
 fn event(chunk: &Value) -> Result<sse::Event, Infallible> {
     Ok(sse::Event::default().data(chunk.to_string()))
-}
-
-/// Ends a stream with an error.
-async fn fail(chunks: &mpsc::Sender<Result<sse::Event, Infallible>>, error: &ApiError) {
-    // The client may be gone, which ends the stream as well.
-    let _ = chunks.send(event(&error.json())).await;
-    let _ = chunks.send(Ok(sse::Event::default().data("[DONE]"))).await;
 }

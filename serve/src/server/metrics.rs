@@ -1,11 +1,15 @@
 //! `/metrics`: vLLM's names where it has them, and those of the library's pool.
 
 use std::{
-    sync::atomic::{AtomicUsize, Ordering},
+    collections::HashSet,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use aril::pool::AdapterId;
+use aril::pool::{AdapterId, Tier};
 use axum::{
     extract::State,
     http::{
@@ -44,7 +48,7 @@ enum Kind {
 use Kind::{Counter, Gauge, Numbers, Times};
 
 /// The metrics of the server, with vLLM's names as far as vLLM has them, and those of the library's pool.
-const METRICS: [(&str, Kind, &str); 40] = [
+const METRICS: [(&str, Kind, &str); 44] = [
     ("vllm:num_requests_running", Gauge, "Requests that run."),
     ("vllm:num_requests_waiting", Gauge, "Requests that wait to run."),
     ("vllm:kv_cache_usage_perc", Gauge, "The part of the KV cache that requests hold, from 0 to 1."),
@@ -69,6 +73,10 @@ const METRICS: [(&str, Kind, &str); 40] = [
     ("vllm:request_generation_tokens", Numbers, "Tokens of a choice."),
     ("vllm:request_params_max_tokens", Numbers, "The most tokens that a choice may have."),
     ("vllm:request_params_n", Numbers, "Choices of each prompt of a request."),
+    ("aril_serve:lora_requests_info", Gauge, "The adapters on the device, and those of waiting requests, as labels."),
+    ("aril_serve:adapter_requests_total", Counter, "Requests that have ended, by adapter."),
+    ("aril_serve:adapter_prompt_tokens_total", Counter, "Tokens of their prompts."),
+    ("aril_serve:adapter_generation_tokens_total", Counter, "Tokens of their answers."),
     (
         "aril_serve:host_microseconds_total",
         Counter,
@@ -94,6 +102,9 @@ const METRICS: [(&str, Kind, &str); 40] = [
 /// Values that the histograms are told between two times that they are sorted into buckets. Until then each takes memory.
 const UNSORTED: usize = 4096;
 
+/// The most adapters that have counters of their own. The others have those without a name.
+const COUNTED: usize = 200;
+
 /// How long a gauge is shown that is not set any more.
 const GAUGES_LAST: Duration = Duration::from_secs(60);
 
@@ -103,6 +114,8 @@ pub(super) struct Metrics {
     handle: PrometheusHandle,
     model: String,
     observed: AtomicUsize,
+    /// The adapters that have counters of their own.
+    adapters: Mutex<HashSet<String>>,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -133,7 +146,13 @@ impl Metrics {
                 Times | Numbers => recorder.describe_histogram(name, None, help),
             }
         }
-        Ok(Self { handle: recorder.handle(), recorder, model, observed: AtomicUsize::new(0) })
+        Ok(Self {
+            handle: recorder.handle(),
+            recorder,
+            model,
+            observed: AtomicUsize::new(0),
+            adapters: Mutex::default(),
+        })
     }
 
     /// Where the tokens of each step are recorded.
@@ -144,9 +163,29 @@ impl Metrics {
         )
     }
 
+    #[cfg(test)]
+    pub(super) fn rendered(&self) -> String {
+        self.handle.render()
+    }
+
+    /// Counts a request for an adapter that has ended.
+    pub(super) fn count_adapter(&self, adapter: &str, prompt_tokens: usize, generated_tokens: usize) {
+        // A set is whole between its calls.
+        let mut adapters = self.adapters.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_counted = adapters.contains(adapter) || adapters.len() < COUNTED && adapters.insert(adapter.to_owned());
+        drop(adapters);
+        let labels =
+            [("model_name", self.model.clone()), ("adapter", if is_counted { adapter.into() } else { String::new() })];
+        with_local_recorder(&self.recorder, || {
+            counter!("aril_serve:adapter_requests_total", &labels).increment(1);
+            counter!("aril_serve:adapter_prompt_tokens_total", &labels).increment(prompt_tokens as u64);
+            counter!("aril_serve:adapter_generation_tokens_total", &labels).increment(generated_tokens as u64);
+        });
+    }
+
     /// Adds a value to a histogram.
     pub(super) fn observe(&self, name: &'static str, value: f64) {
-        let Self { recorder, handle, model, observed } = self;
+        let Self { recorder, handle, model, observed, .. } = self;
         with_local_recorder(recorder, || histogram!(name, "model_name" => model.clone()).record(value));
         // Whether or not anyone ever asks for the metrics. A step has hardly ever no value of its own.
         if observed.fetch_add(1, Ordering::Relaxed) % UNSORTED == UNSORTED - 1 {
@@ -179,17 +218,22 @@ impl Server {
 
 /// `GET /metrics`, in the form of OpenMetrics if the client asks for it, or in that of Prometheus.
 pub(super) async fn render(State(server): Shared, headers: HeaderMap) -> ApiResult<impl IntoResponse> {
-    let Report { state, pool, host_time, .. } = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let report = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let Report { state, pool, host_time, tiers } = &*report;
     let Metrics { recorder, handle, model, .. } = &server.metrics;
     let names = |adapters: &[AdapterId]| {
         let names = adapters.iter().filter_map(|&id| server.registry.name_of(id));
         names.map(|name| name.to_string()).collect::<Vec<_>>().join(",")
     };
-    let lora_labels = [
-        ("max_lora", server.max_loras.to_string()),
-        ("running_lora_adapters", names(&state.running_adapters)),
-        ("waiting_lora_adapters", names(&state.waiting_adapters)),
-    ];
+    let lora_labels = |running: &[AdapterId]| {
+        [
+            ("max_lora", server.max_loras.to_string()),
+            ("running_lora_adapters", names(running)),
+            ("waiting_lora_adapters", names(&state.waiting_adapters)),
+        ]
+    };
+    let mut on_device: Vec<_> = tiers.iter().filter(|(_, tier)| **tier == Tier::Device).map(|(id, _)| *id).collect();
+    on_device.sort_unstable();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs_f64();
     with_local_recorder(recorder, || {
         let label = || [("model_name", model.clone())];
@@ -209,7 +253,8 @@ pub(super) async fn render(State(server): Shared, headers: HeaderMap) -> ApiResu
         ] {
             counter!(name, &label()).absolute(value);
         }
-        gauge!("vllm:lora_requests_info", &lora_labels).set(now);
+        gauge!("vllm:lora_requests_info", &lora_labels(&state.running_adapters)).set(now);
+        gauge!("aril_serve:lora_requests_info", &lora_labels(&on_device)).set(now);
         let cache_labels = [
             ("model_name", model.clone()),
             ("block_size", server.block_rows.to_string()),

@@ -1,5 +1,6 @@
 //! The HTTP server: OpenAI's API, with adapters as models.
 
+mod access;
 mod adapters;
 mod body;
 mod chat;
@@ -8,6 +9,7 @@ mod defaults;
 mod error;
 mod fields;
 mod generate;
+mod head;
 mod jinja;
 mod messages;
 mod metrics;
@@ -18,12 +20,13 @@ mod root;
 #[cfg(test)]
 mod tests;
 mod text;
+mod turns;
 mod warnings;
 
 use std::{
     collections::HashMap,
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -39,15 +42,15 @@ use aril::{
 use aril_serving::registry::{OnDuplicate, Registry, Version as _};
 use axum::{
     Router,
-    extract::{DefaultBodyLimit, Request, State},
-    http::{Method, Uri, header},
+    extract::{Request, State},
+    http::{HeaderMap, Method, Uri, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
 use tokio::{
     net::{TcpSocket, lookup_host},
-    sync::{Semaphore, watch},
+    sync::watch,
     time::timeout,
 };
 
@@ -55,8 +58,10 @@ use self::{
     chat::Template,
     defaults::Defaults,
     error::{ApiError, ApiResult},
+    head::Hosts,
     metrics::Metrics,
     root::Root,
+    turns::Turns,
 };
 use crate::{
     DeviceArg,
@@ -89,7 +94,7 @@ struct Server {
     engine: Handle,
     registry: Registry<Version>,
     /// Where each version was loaded from.
-    paths: Mutex<HashMap<AdapterId, PathBuf>>,
+    paths: Mutex<HashMap<AdapterId, Arc<Path>>>,
     /// The base model's names.
     names: Vec<String>,
     model: PathBuf,
@@ -112,8 +117,9 @@ struct Server {
     /// Of the sampling of requests.
     defaults: Defaults,
     limits: Limits,
-    /// Long bodies that are read at the same time.
-    long_bodies: Arc<Semaphore>,
+    /// Of long bodies, to be read.
+    turns: Arc<Turns>,
+    hosts: Hosts,
     api_keys: Vec<String>,
     metrics: Metrics,
     /// When the server started, in seconds since 1970.
@@ -124,10 +130,12 @@ struct Server {
 struct Limits {
     body_bytes: usize,
     request_time: Duration,
+    /// When the engine is taken for hung.
+    step_time: Duration,
 }
 
 impl Server {
-    fn paths(&self) -> MutexGuard<'_, HashMap<AdapterId, PathBuf>> {
+    fn paths(&self) -> MutexGuard<'_, HashMap<AdapterId, Arc<Path>>> {
         // A map is whole between its calls.
         self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -205,7 +213,8 @@ async fn serve(options: Options) -> Result<Running> {
     let socket = socket.context(format_args!("--host {} --port {}", options.host, options.port))?;
     let drain = Duration::from_secs(options.drain_seconds);
     let modules = options.lora_modules.clone();
-    let loaded = tokio::task::spawn_blocking(|| load(options)).await?;
+    let is_local = socket.local_addr()?.ip().to_canonical().is_loopback();
+    let loaded = tokio::task::spawn_blocking(move || load(options, is_local)).await?;
     let (server, thread) = loaded?;
     let engine = server.engine.clone();
     let (stop, stopped) = watch::channel(false);
@@ -237,8 +246,19 @@ async fn bind(host: &str, port: u16) -> Result<TcpSocket> {
     Err(refused)
 }
 
-/// Loads the model and starts its engine.
-fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
+/// Loads the model and starts its engine; `is_local`: for this machine alone.
+fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>)> {
+    let api_keys = options.api_keys()?;
+    let hosts = match (api_keys.is_empty(), is_local) {
+        (true, true) => Hosts::Local(options.host.clone()),
+        (true, false) => {
+            tracing::warn!(
+                "whoever reaches this address may use the server, any web page among them: it has no --api-key"
+            );
+            Hosts::Any
+        }
+        (false, _) => Hosts::Any,
+    };
     let model = options.model.clone();
     let config = Config::read(&model)?;
     let dtype = options.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
@@ -354,10 +374,12 @@ fn load(options: Options) -> Result<(Arc<Server>, JoinHandle<()>)> {
         limits: Limits {
             body_bytes: options.max_body_kib << 10,
             request_time: Duration::from_secs(options.request_seconds),
+            step_time: Duration::from_secs(options.step_seconds),
         },
-        // Half of the cores are left to others.
-        long_bodies: Arc::new(Semaphore::new(thread::available_parallelism().map_or(1, usize::from).div_ceil(2))),
-        api_keys: options.api_keys()?,
+        // A client has half of the cores at most.
+        turns: Arc::new(Turns::new(thread::available_parallelism().map_or(1, usize::from).div_ceil(2) + 1)),
+        hosts,
+        api_keys,
         created: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs(),
     };
     Ok((Arc::new(server), thread))
@@ -426,7 +448,7 @@ fn router(server: Arc<Server>) -> Router {
                 format!("{} takes no {method}.", uri.path()),
             )
         })
-        .layer(DefaultBodyLimit::max(server.limits.body_bytes))
+        .layer(middleware::from_fn_with_state(Arc::clone(&server), access::enter))
         .with_state(server)
 }
 
@@ -438,23 +460,34 @@ async fn page() -> impl IntoResponse {
     (headers, include_str!("page.html"))
 }
 
-/// Whether the engine lives.
+/// Whether the engine lives and makes progress. It is not asked, because a step may take longer than a probe waits.
 async fn health(State(server): Shared) -> ApiResult<()> {
-    server.engine.report().await.map(drop).ok_or_else(ApiError::ended)
+    match server.engine.busy_for().ok_or_else(ApiError::ended)? {
+        time if time > server.limits.step_time => {
+            let message = format!("The engine has been in one step for {} s (--step-seconds).", time.as_secs());
+            Err(ApiError::unavailable(message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Refuses requests without a key, if there are keys.
 async fn check_key(State(server): Shared, request: Request, next: Next) -> Response {
-    let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let given =
-        given.and_then(|value| value.split_once(' ')).filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
-    let given = given.map_or("", |(_, key)| key);
+    let given = key_of(request.headers());
     // Every key is compared, and every byte, so that the time tells nothing of them.
     let is_known = server.api_keys.iter().fold(false, |known, key| known | is_same(key.as_bytes(), given.as_bytes()));
     if !server.api_keys.is_empty() && !is_known {
         return ApiError::unauthorized().into_response();
     }
     next.run(request).await
+}
+
+/// The key that a request gives.
+fn key_of(headers: &HeaderMap) -> &str {
+    let given = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let given =
+        given.and_then(|value| value.split_once(' ')).filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+    given.map_or("", |(_, key)| key)
 }
 
 fn is_same(key: &[u8], given: &[u8]) -> bool {

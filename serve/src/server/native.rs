@@ -1,5 +1,7 @@
 //! SGLang's `/generate`: its body as that of a completion, and its answers.
 
+use std::sync::Arc;
+
 use axum::{Json, extract::State, response::Response};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -81,7 +83,7 @@ pub(super) async fn generate(State(server): Shared, received: body::Received) ->
 impl Server {
     /// A request to `/generate`, as one of a completion.
     fn native(&self, received: body::Received) -> ApiResult<Job> {
-        let deadline = received.deadline;
+        let access = Arc::clone(&received.access);
         let mut fields = Fields::new(On::Generate, body::parse_object(received)?);
         let (text, ids): (Option<Prompts>, Option<Prompts>) = (fields.take("text")?, fields.take("input_ids")?);
         let prompts = match (text, ids) {
@@ -110,7 +112,12 @@ impl Server {
             completion.insert("logprobs".into(), has_logprobs.then_some(0).into());
             completion.insert("stream".into(), stream.into());
             completion.insert("lora_path".into(), lora_path.clone().into());
-            let job = self.completion_of(Fields::new(On::Completions, completion), prompt, MAX_NEW_TOKENS, deadline)?;
+            let job = self.completion_of(
+                Fields::new(On::Completions, completion),
+                prompt,
+                MAX_NEW_TOKENS,
+                Arc::clone(&access),
+            )?;
             match &mut whole {
                 None => whole = Some(job),
                 Some(whole) if whole.choices == job.choices => whole.prompts.extend(job.prompts),
@@ -146,7 +153,7 @@ fn completion(mut sampling: Map<String, Value>) -> ApiResult<Map<String, Value>>
 impl Form {
     /// What a choice has up to now.
     pub(super) fn answer(self, id: &str, prompt: &Prompt, all: &Addition) -> Value {
-        let Addition { text, tokens, logprobs, finish, matched } = all;
+        let Addition { text, tokens, logprobs, finish, matched, cached } = all;
         let finish = finish.map(|kind| match kind {
             "length" => json!({ "type": kind, "length": tokens.len() }),
             _ => json!({ "type": kind, "matched": matched }),
@@ -156,6 +163,7 @@ impl Form {
             "finish_reason": finish,
             "prompt_tokens": prompt.tokens.len(),
             "completion_tokens": tokens.len(),
+            "cached_tokens": cached,
         });
         let logprobs = tokens.iter().zip(logprobs.tokens());
         let logprobs: Vec<Value> =

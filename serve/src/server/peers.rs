@@ -45,13 +45,15 @@ async fn detokenize(State(server): Shared, received: body::Received) -> ApiResul
 
 /// `GET /load`: the requests that run or wait, as vLLM counts them.
 async fn load(State(server): Shared) -> ApiResult<Json<Value>> {
-    let state = server.engine.report().await.ok_or_else(ApiError::ended)?.state;
+    let report = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let state = &report.state;
     Ok(Json(json!({ "server_load": state.running + state.waiting })))
 }
 
 /// `GET /server_info`: what SGLang's router asks a replica.
 async fn server_info(State(server): Shared) -> ApiResult<Json<Value>> {
-    let state = server.engine.report().await.ok_or_else(ApiError::ended)?.state;
+    let report = server.engine.report().await.ok_or_else(ApiError::ended)?;
+    let state = &report.state;
     let mut info = server.model_info();
     info["status"] = "ready".into();
     info["version"] = env!("CARGO_PKG_VERSION").into();

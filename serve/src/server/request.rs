@@ -5,10 +5,10 @@ use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 use aril::pool::AdapterId;
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use tokio::time::Instant;
 
 use super::{
     Server,
+    access::Access,
     body::{self, Received},
     chat,
     error::{ApiError, ApiResult},
@@ -53,13 +53,18 @@ pub(super) struct Job {
     pub(super) usage: StreamedUsage,
     pub(super) return_token_ids: bool,
     pub(super) tokens_as_ids: bool,
-    pub(super) deadline: Instant,
+    pub(super) access: Arc<Access>,
 }
 
 impl Job {
     /// The prompt of a choice.
     pub(super) fn prompt(&self, choice: usize) -> &Prompt {
         &self.prompts[choice / self.choices]
+    }
+
+    /// Those of all prompts.
+    pub(super) fn prompt_tokens(&self) -> usize {
+        self.prompts.iter().map(|prompt| prompt.tokens.len()).sum()
     }
 
     /// The adapter that its name stands for now.
@@ -180,10 +185,10 @@ fn fields(on: On, received: Received) -> ApiResult<Fields> {
 impl Server {
     /// A request to `/v1/completions`.
     pub(super) fn completion(&self, received: Received) -> ApiResult<Job> {
-        let deadline = received.deadline;
+        let access = Arc::clone(&received.access);
         let mut fields = fields(On::Completions, received)?;
         let prompts = fields.take("prompt")?.unwrap_or(Prompts::Texts(Vec::new()));
-        self.completion_of(fields, prompts, COMPLETION_TOKENS, deadline)
+        self.completion_of(fields, prompts, COMPLETION_TOKENS, access)
     }
 
     /// A completion of these prompts, with so many tokens where the request does not say.
@@ -192,7 +197,7 @@ impl Server {
         mut fields: Fields,
         prompts: Prompts,
         default_tokens: usize,
-        deadline: Instant,
+        access: Arc<Access>,
     ) -> ApiResult<Job> {
         if prompts.is_empty() {
             return Err(refused("prompt", "There is no prompt."));
@@ -200,7 +205,7 @@ impl Server {
         let limit = (fields.take("max_tokens")?, Some(default_tokens));
         let (echo, logprobs) = (fields.is_on("echo")?, fields.take("logprobs")?);
         let adds_special = fields.take("add_special_tokens")?.unwrap_or(true);
-        let (job, asked) = self.job(Format::Completion, fields, prompts.len(), limit, logprobs, deadline)?;
+        let (job, asked) = self.job(Format::Completion, fields, prompts.len(), limit, logprobs, access)?;
         let prompt = |tokens: Vec<u32>, text: Option<String>| {
             let echo = echo.then(|| self.echo(&tokens, text, asked.max_tokens == Some(0))).transpose()?;
             Ok(Prompt { tokens, echo, asked: Arc::clone(&asked) })
@@ -246,7 +251,7 @@ impl Server {
 
     /// A request to `/v1/chat/completions`.
     pub(super) fn chat(&self, received: Received) -> ApiResult<Job> {
-        let deadline = received.deadline;
+        let access = Arc::clone(&received.access);
         let mut fields = fields(On::Chat, received)?;
         let messages: Vec<Value> = fields.take("messages")?.unwrap_or_default();
         let logprobs = match (fields.is_on("logprobs")?, fields.take("top_logprobs")?) {
@@ -258,7 +263,7 @@ impl Server {
         let limit = (limits.into_iter().flatten().next(), self.defaults.max_new_tokens);
         let adds_special = fields.is_on("add_special_tokens")?;
         let options = chat_options(&mut fields)?;
-        let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, deadline)?;
+        let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, access)?;
         let text = self.template.render(messages::read(messages)?, &options)?;
         let tokens = self.encode(&text, adds_special, "messages")?;
         Ok(Job { prompts: vec![Prompt { tokens, echo: None, asked }], ..job })
@@ -277,7 +282,7 @@ impl Server {
         prompts: usize,
         (max_tokens, default_tokens): (Option<usize>, Option<usize>),
         logprobs: Option<usize>,
-        deadline: Instant,
+        access: Arc<Access>,
     ) -> ApiResult<(Job, Arc<Asked>)> {
         let model = self.name_of(fields.take("model")?, fields.take("lora_path")?)?;
         let stop: Option<OneOrMany<String>> = fields.take("stop")?;
@@ -327,7 +332,7 @@ impl Server {
             usage: streamed_usage(&mut fields, stream)?,
             return_token_ids: fields.is_on("return_token_ids")?,
             tokens_as_ids: fields.is_on("return_tokens_as_token_ids")?,
-            deadline,
+            access,
         };
         fields.end()?;
         let asked = Asked { max_tokens, default_tokens, end, stop_tokens, sampling };

@@ -30,7 +30,7 @@ fn options(arguments: &[&str]) -> Options {
 /// Until it is, a name that is being loaded is not unknown. One that is unloaded meanwhile leaves nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_is_unloaded_while_it_is_loaded() {
-    let (server, thread) = load(options(&["--enable-lora"])).expect("the fixture is whole");
+    let (server, thread) = load(options(&["--enable-lora"]), true).expect("the fixture is whole");
     let registered = async || server.engine.report().await.expect("the engine lives").tiers.len();
     let (open, opened) = mpsc::channel();
     let opened = Mutex::new(opened);
@@ -77,7 +77,7 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
 /// A name that is replaced is there all the time, also for a request that was read before.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_stands_for_a_version_while_it_is_replaced() {
-    let (server, thread) = load(options(&["--enable-lora"])).expect("the fixture is whole");
+    let (server, thread) = load(options(&["--enable-lora"]), true).expect("the fixture is whole");
     let replace = async |folder| {
         let dir = fixture("adapters").join(folder);
         server.load("a", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served")
@@ -85,8 +85,12 @@ async fn a_name_stands_for_a_version_while_it_is_replaced() {
     let read = async || {
         let body = json!({ "model": "a", "prompt": "What is the password?", "temperature": 0, "max_tokens": 12 });
         let mut request = Request::new(Body::from(body.to_string()));
-        request.extensions_mut().insert(connections::Deadline(tokio::time::Instant::now() + LIMIT));
-        let Ok(received) = body::Received::from_request(request, &()).await;
+        let (_, ending) = watch::channel(false);
+        let deadline = tokio::time::Instant::now() + LIMIT;
+        let arrival = access::Arrival { deadline, peer: [127, 0, 0, 1].into(), ending };
+        let access = Arc::new(access::Access::new(Arc::clone(&server), arrival, &request));
+        request.extensions_mut().insert(access);
+        let received = body::Received::from_request(request, &server).await.expect("it has arrived");
         server.prepare(received, Server::completion).await.expect("the name is there")
     };
     replace("r8-all").await;
@@ -129,7 +133,7 @@ async fn the_end_waits_for_answers_on_their_way() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_adapter_that_has_just_come_is_in_host_memory() {
     let [(server, thread), (other, others_thread)] =
-        [(); 2].map(|()| load(options(&["--enable-lora"])).expect("the fixture is whole"));
+        [(); 2].map(|()| load(options(&["--enable-lora"]), true).expect("the fixture is whole"));
     let source = Source::directory(fixture("adapters/r8-all"), &other.described.model, other.dtype);
     let source = source.expect("the fixture is whole");
     let version = other.engine.load(source).await.expect("the engine lives").expect("it can be read");
@@ -143,9 +147,19 @@ async fn an_adapter_that_has_just_come_is_in_host_memory() {
     }
 }
 
+/// A key file ends with an empty line in many editors.
+#[test]
+fn the_last_lines_of_a_file_of_keys_may_be_empty() {
+    let file = tempfile::NamedTempFile::new().expect("there is a place for temporary files");
+    std::fs::write(file.path(), "one\ntwo\n\n \n").expect("it can be written");
+    let path = file.path().display().to_string();
+    let keys = options(&["--api-key", "zero", "--api-key-file", &path]).api_keys().expect("they are keys");
+    assert_eq!(keys, ["zero", "one", "two"]);
+}
+
 #[tokio::test]
 async fn an_engine_that_has_ended_is_not_healthy() {
-    let (server, thread) = load(options(&[])).expect("the fixture is whole");
+    let (server, thread) = load(options(&[]), true).expect("the fixture is whole");
     assert!(health(State(Arc::clone(&server))).await.is_ok());
     server.engine.stop();
     thread.join().expect("the engine ends");
@@ -254,6 +268,23 @@ fn observations_are_not_kept() {
         resident() < before + 250
     };
     assert!((0..8).any(grows_little));
+}
+
+/// However many adapters there have been, there are few counters.
+#[test]
+fn few_adapters_have_counters_of_their_own() {
+    let metrics = Metrics::new("base".into()).expect("the names are valid");
+    for round in 0..2 {
+        for adapter in 0..1000 {
+            metrics.count_adapter(&format!("adapter-{adapter}"), 2, round);
+        }
+    }
+    let text = metrics.rendered();
+    let counters: Vec<_> = text.lines().filter(|line| line.starts_with("aril_serve:adapter_requests_total{")).collect();
+    assert_eq!(counters.len(), 201);
+    let total = counters.iter().filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum::<u64>();
+    assert_eq!(total, 2000);
+    assert!(counters.iter().any(|line| line.contains("adapter=\"\"") && line.ends_with(" 1600")), "{counters:?}");
 }
 
 #[test]

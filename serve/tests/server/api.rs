@@ -64,7 +64,9 @@ async fn a_stream_has_the_text_of_the_whole_answer() {
     let whole = server.complete(body.clone()).await;
     assert_eq!(text(&whole), " I do not know.");
     assert_eq!(whole.1["choices"][0]["finish_reason"], "stop");
-    let usage = json!({ "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11 });
+    let details = json!({ "cached_tokens": 0 });
+    let usage =
+        json!({ "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": details });
     assert_eq!(whole.1["usage"], usage);
 
     let mut streamed = body.clone();

@@ -16,6 +16,9 @@ use tokio::{
 
 use crate::client::{QUESTION, Server, chunks, error, fixture};
 
+/// The routes that need no key.
+const OPEN: [&str; 5] = ["/", "/health", "/ping", "/version", "/metrics"];
+
 /// Every route of the API, the method that it takes, and a body that would be answered.
 fn routes() -> [(&'static str, &'static str, String); 14] {
     let lora = json!({ "lora_name": "saffron", "lora_path": "r8-all" }).to_string();
@@ -68,7 +71,7 @@ async fn a_key_guards_every_route() {
             assert_ne!(ask(Some(right)).await, 401, "{path}: {right:?}");
         }
     }
-    for open in ["/", "/health", "/ping", "/version", "/metrics"] {
+    for open in OPEN {
         assert_eq!(server.get(open).await.0, 200, "{open}");
     }
 }
@@ -149,6 +152,207 @@ async fn messages_are_short_lines() {
     }
 }
 
+/// The answer to bytes on a connection of its own, which the server closes.
+async fn raw(server: &Server, bytes: &[u8]) -> String {
+    let mut stream = connect(server, bytes).await;
+    let mut answer = Vec::new();
+    let read = timeout(Duration::from_secs(60), stream.read_to_end(&mut answer)).await.expect("the connection ends");
+    read.expect("it is closed in order");
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+fn status(answer: &str) -> u16 {
+    answer.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("an answer has a status")
+}
+
+/// A page of a site whose name has been made to lead to this machine is of the server's origin to its browser, which sends the name as
+/// Host.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_without_a_key_answers_to_its_own_names() {
+    let root = fixture("adapters").display().to_string();
+    let lora = ["--enable-lora", "--lora-root", &root];
+    let (open, keyed) = (Server::start(&lora).await, Server::start(&[&lora[..], &["--api-key", "one"]].concat()).await);
+    let named = Server::start(&["--host", "localhost"]).await;
+    let routes: Vec<_> = routes().into_iter().chain(OPEN.map(|path| ("GET", path, String::new()))).collect();
+    let nowhere = ("GET", "/nowhere", String::new());
+    for (method, path, body) in routes.iter().chain([&nowhere]) {
+        let ask = async |server: &Server, hosts: &[&str]| {
+            let hosts: String = hosts.iter().map(|host| format!("host: {host}\r\n")).collect();
+            let fields =
+                format!("authorization: Bearer one\r\ncontent-type: application/json\r\nconnection: close\r\n{hosts}");
+            let length = body.len();
+            let request = format!("{method} {path} HTTP/1.1\r\n{fields}content-length: {length}\r\n\r\n{body}");
+            status(&raw(server, request.as_bytes()).await)
+        };
+        for other in ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"] {
+            assert_eq!(ask(&open, &[other]).await, 403, "{path}, {other}");
+            assert_ne!(ask(&keyed, &[other]).await, 403, "{path}, {other}");
+            assert_eq!(ask(&named, &[other]).await, 403, "{path}, {other}");
+        }
+        for own in ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7"] {
+            assert!(![400, 403].contains(&ask(&open, &[own]).await) || path.ends_with("lora_adapter"), "{path}, {own}");
+        }
+        for wrong in [&[][..], &["localhost", "localhost"], &["a@localhost"], &["localhost:a"]] {
+            for server in [&open, &keyed] {
+                assert_eq!(ask(server, wrong).await, 400, "{path}, {wrong:?}");
+            }
+        }
+    }
+    assert_eq!(status(&raw(&open, b"GET /version HTTP/1.0\r\n\r\n").await), 200);
+    assert_eq!(status(&raw(&open, b"GET /version HTTP/1.0\r\nhost: evil.example\r\n\r\n").await), 403);
+}
+
+/// A body that cannot be read as it is sent is refused before it is: by its codings, and by its length.
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_are_plain_and_short() {
+    let server = Server::start(&["--max-body-kib", "64"]).await;
+    let body = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 1 }).to_string();
+    let ask = async |fields: &str, body: &str| {
+        let head =
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json";
+        let answer = raw(&server, format!("{head}\r\n{fields}\r\n{body}").as_bytes()).await;
+        (status(&answer), answer)
+    };
+    let length = format!("content-length: {}\r\n", body.len());
+    let chunked = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+    assert_eq!(ask(&length, &body).await.0, 200);
+    assert_eq!(ask("transfer-encoding: chunked\r\n", &chunked).await.0, 200);
+    assert_eq!(ask(&format!("content-encoding: identity\r\n{length}"), &body).await.0, 200);
+    for coding in ["gzip, chunked", "gzip\r\ntransfer-encoding: chunked", "deflate, chunked"] {
+        assert_eq!(ask(&format!("transfer-encoding: {coding}\r\n"), &chunked).await.0, 501, "{coding}");
+    }
+    for coding in ["gzip", "br", "identity, gzip", "identity\r\ncontent-encoding: gzip", "GZIP"] {
+        let (status, answer) = ask(&format!("content-encoding: {coding}\r\n{length}"), &body).await;
+        assert!(status == 415 && answer.contains("accept-encoding: identity"), "{coding}: {answer}");
+    }
+    for wrong in ["-1", "+5", "5, 6", "abc", "99999999999999999999999"] {
+        assert_eq!(ask(&format!("content-length: {wrong}\r\n"), &body).await.0, 400, "{wrong}");
+    }
+    // Nobody is told to go on with what is too long.
+    let expect = "expect: 100-continue\r\n";
+    for fields in ["content-length: 10737418240\r\n", "content-length: 65537\r\n"] {
+        let (status, answer) = ask(&format!("{expect}{fields}"), "").await;
+        assert!(status == 413 && answer.contains("64 KiB") && answer.contains("--max-body-kib"), "{answer}");
+    }
+    let exact = format!("{body}{}", " ".repeat(65536 - body.len()));
+    assert_eq!(ask("content-length: 65536\r\n", &exact).await.0, 200);
+    // Of unknown length, it is refused once it is too long.
+    let long = format!("{:x}\r\n{exact} \r\n0\r\n\r\n", exact.len() + 1);
+    assert_eq!(ask("transfer-encoding: chunked\r\n", &long).await.0, 413);
+}
+
+/// What a client needs to know beside an error is in the head of the answer; what is wrong with JSON, and where, is said.
+#[tokio::test(flavor = "multi_thread")]
+async fn errors_say_what_helps() {
+    let root = fixture("adapters").display().to_string();
+    let lora = ["--enable-lora", "--lora-root", &root, "--arena-mib", "1", "--host-mib", "1", "--api-key", "one"];
+    let server = Server::start(
+        &[&lora[..], &["--max-num-seqs", "1", "--max-queue", "1", "--max-num-batched-tokens", "1"]].concat(),
+    )
+    .await;
+    assert_eq!(server.send("/v1/completions", "{}").await.headers()["www-authenticate"], "Bearer");
+    let body =
+        json!({ "model": "base", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true });
+    let mut streams = Vec::new();
+    let busy = loop {
+        let answer = server.send_as("/v1/completions", body.to_string(), Some("one")).await;
+        if answer.status() == 503 {
+            break answer;
+        }
+        streams.push(answer);
+    };
+    assert_eq!(busy.headers()["retry-after"], "1");
+    drop(streams);
+    for (body, part) in [
+        ("{\"model\": ", "not JSON: it ends early, at line 1, column 10"),
+        ("{\"model\" 1}", "not JSON: line 1, column 10 is unexpected"),
+        ("[1]", "expected an object"),
+        ("{\"model\": \"a\", \"model\": \"b\"}", "`model` is there twice"),
+    ] {
+        let answer = server.send_as("/v1/completions", body, Some("one")).await;
+        let answer = (answer.status().as_u16(), answer.json().await.expect("an error is JSON"));
+        let (status, message) = error(&answer);
+        assert!(status == 400 && message.contains(part), "{body}: {message}");
+    }
+    let load = json!({ "lora_name": "large", "lora_path": "r64-all" }).to_string();
+    let refused = server.send_as("/v1/load_lora_adapter", load, Some("one")).await.text().await.expect("it is text");
+    assert!(refused.contains("--arena-mib") && !refused.contains("pinned"), "{refused}");
+}
+
+/// A step that takes long holds up neither probes nor those who watch. One that takes too long is a hung engine, to probes.
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_waits_for_a_long_step() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&fs::read(fixture("qwen3/config.json")).expect("it is there")).expect("it is JSON");
+    for (name, value) in
+        [("hidden_size", 512), ("intermediate_size", 1536), ("head_dim", 64), ("max_position_embeddings", 2048)]
+    {
+        config[name] = json!(value);
+    }
+    let layers = config["num_hidden_layers"].as_u64().expect("it is a number");
+    config["num_attention_heads"] = json!(8);
+    config["num_key_value_heads"] = json!(4);
+    assert!(layers >= 2);
+    fs::write(dir.path().join("config.json"), config.to_string()).expect("it can be written");
+    fs::copy(fixture("qwen3/tokenizer.json"), dir.path().join("tokenizer.json")).expect("it can be copied");
+    let args = [
+        "--load-format",
+        "dummy",
+        "--max-num-batched-tokens",
+        "2048",
+        "--max-model-len",
+        "1024",
+        "--step-seconds",
+        "1",
+    ];
+    let server = std::sync::Arc::new(Server::start_on(&dir.path().display().to_string(), &args).await);
+    let asking = std::sync::Arc::clone(&server);
+    let prompts: Vec<_> = (0..4).map(|first| vec![first; 500]).collect();
+    let body = json!({ "model": "base", "prompt": prompts, "max_tokens": 1 });
+    let asking = tokio::spawn(async move { asking.complete(body).await.0 });
+    let (mut slowest, mut was_hung) = (Duration::ZERO, false);
+    while !asking.is_finished() {
+        for (path, limit) in [("/health", 0.9), ("/ping", 0.9), ("/metrics", 2.5), ("/v1/models", 2.5)] {
+            let started = Instant::now();
+            let (status, body) = server.get(path).await;
+            assert!(started.elapsed().as_secs_f32() < limit, "{path}: {:?}", started.elapsed());
+            if path == "/health" {
+                slowest = slowest.max(started.elapsed());
+                was_hung |= status == 503 && body.contains("--step-seconds");
+            }
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(asking.await.expect("it is answered"), 200);
+    assert!(was_hung, "the step was short: {slowest:?}");
+    assert_eq!(server.get("/health").await.0, 200);
+}
+
+/// Requests whose bodies do not come hold up no end, and are told of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn bodies_that_do_not_come_do_not_hold_up_the_end() {
+    let server = Server::start(&["--drain-seconds", "60"]).await;
+    let mut halves = Vec::new();
+    for _ in 0..20 {
+        halves.push(connect(&server, &post("{\"model\":", 1000)).await);
+    }
+    // On a connection that has been used, too.
+    let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
+    assert!(kept.read(&mut [0; 1000]).await.expect("it is answered") > 0);
+    kept.write_all(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n").await.expect("the server reads");
+    sleep(Duration::from_millis(200)).await;
+    let started = Instant::now();
+    server.running.shut_down().await.expect("the server ends");
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    for mut half in halves {
+        let mut answer = Vec::new();
+        // What it has not sent may reset it.
+        let _ = half.read_to_end(&mut answer).await;
+        assert!(answer.starts_with(b"HTTP/1.1 503 "), "{}", String::from_utf8_lossy(&answer));
+    }
+}
+
 /// Sends bytes on a connection of its own.
 async fn connect(server: &Server, bytes: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(server.running.address()).await.expect("the server accepts");
@@ -157,7 +361,7 @@ async fn connect(server: &Server, bytes: &[u8]) -> TcpStream {
 }
 
 fn post(body: &str, length: usize) -> Vec<u8> {
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: ";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: ";
     format!("{head}{length}\r\n\r\n{body}").into_bytes()
 }
 
@@ -178,7 +382,7 @@ async fn clients_that_stand_still_are_left() {
     // One that never says anything, and goes on saying nothing.
     let mut slow = connect(&server, b"").await;
     let dripping = tokio::spawn(async move {
-        for byte in b"GET /health HTTP/1.1\r\nhost: a\r\nx: ".iter().chain(std::iter::repeat_n(&b'a', 1000)) {
+        for byte in b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ".iter().chain(std::iter::repeat_n(&b'a', 1000)) {
             if slow.write_all(&[*byte]).await.is_err() {
                 return;
             }
@@ -248,13 +452,48 @@ async fn metrics_count_what_their_names_say() {
 
     for (flag, shared) in [(&[][..], 32.0), (&["--no-enable-prefix-caching"], 0.0)] {
         let server = Server::start(flag).await;
-        for _ in 0..2 {
-            let body = json!({ "model": "base", "prompt": vec![1; 40], "max_tokens": 1 });
-            assert_eq!(server.complete(body).await.0, 200);
-        }
+        let cached = async |changes: &str| {
+            let mut body = json!({ "model": "base", "prompt": vec![1; 40], "max_tokens": 1, "n": 1, "temperature": 1 });
+            body[changes] = json!(2);
+            let (status, answer) = server.complete(body).await;
+            assert_eq!(status, 200, "{answer}");
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_f64().expect("it is a number")
+        };
+        assert_eq!((cached("max_tokens").await, cached("max_tokens").await), (0.0, shared));
         assert_eq!(server.metric("vllm:prefix_cache_queries_total", &[]).await, 80.0);
         assert_eq!(server.metric("vllm:prefix_cache_hits_total", &[]).await, shared, "{flag:?}");
+        // Choices share their prompt.
+        assert_eq!(cached("n").await, shared);
     }
+}
+
+/// What is counted for each adapter, and which adapters a router is told of: those that run, and those on the device.
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_name_adapters() {
+    let root = fixture("adapters").display().to_string();
+    let server = Server::start(&["--enable-lora", "--lora-root", &root]).await;
+    for (name, folder) in [("saffron", "r8-all"), ("quartz", "lm-head")] {
+        assert_eq!(server.load(name, folder, false).await.0, 200);
+    }
+    for _ in 0..2 {
+        assert_eq!(server.ask("saffron").await.0, 200);
+    }
+    assert_eq!(server.ask("base").await.0, 200);
+    let labels = ["adapter=\"saffron\"", "model_name=\"base\""];
+    let mut counts = Vec::new();
+    for name in ["requests", "prompt_tokens", "generation_tokens"] {
+        counts.push(server.metric(&format!("aril_serve:adapter_{name}_total"), &labels).await);
+    }
+    assert_eq!(counts, [2.0, 10.0, 6.0]);
+    let (_, metrics) = server.get("/metrics").await;
+    let listed = |name: &str| {
+        metrics.lines().filter(|line| line.starts_with(&format!("{name}{{"))).collect::<Vec<_>>().join("\n")
+    };
+    assert!(!listed("aril_serve:adapter_requests_total").contains("quartz"), "it has had none");
+    // Idle: on the device, and not running.
+    let (running, on_device) = (listed("vllm:lora_requests_info"), listed("aril_serve:lora_requests_info"));
+    assert!(running.contains("running_lora_adapters=\"\""), "{running}");
+    assert!(on_device.contains("running_lora_adapters=\"saffron,quartz\""), "{on_device}");
 }
 
 /// A request that needs the whole cache runs, and so does the next one.
@@ -305,7 +544,7 @@ async fn idle_connections_do_not_hold_up_the_end() {
     let server = Server::start(&["--drain-seconds", "60"]).await;
     let idle = connect(&server, b"").await;
     let head = connect(&server, b"GET /health HTTP/1.1\r\n").await;
-    let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n").await;
+    let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
     assert!(kept.read(&mut [0; 1000]).await.expect("it is answered") > 0);
     let started = Instant::now();
     server.running.shut_down().await.expect("the server ends");

@@ -238,6 +238,51 @@ async fn a_request_names_its_adapter_in_one_place() {
     assert!(refused.contains("comma"), "{refused}");
 }
 
+/// An adapter whose files have changed is named as clients name it, once.
+#[tokio::test(flavor = "multi_thread")]
+async fn errors_do_not_say_where_folders_are() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let (root, beside) = (dir.path().join("secret-root"), dir.path().join("secret-place/module"));
+    let others = ["r64-all", "r16-rslora", "lm-head", "embed", "patterns"];
+    for other in others {
+        copy(&fixture("adapters").join(other), &root.join(other));
+    }
+    copy(&fixture("adapters/r8-all"), &root.join("victim"));
+    copy(&fixture("adapters/r8-all"), &beside);
+    let (root_arg, module) = (root.display().to_string(), format!("module={}", beside.display()));
+    let args = [
+        "--enable-lora",
+        "--lora-root",
+        &root_arg,
+        "--lora-modules",
+        &module,
+        "--max-loras",
+        "1",
+        "--arena-mib",
+        "2",
+        "--host-mib",
+        "2",
+    ];
+    let server = Server::start(&args).await;
+    assert_eq!(server.load("victim", "victim", false).await.0, 200);
+    for other in others {
+        assert_eq!(server.load(other, other, false).await.0, 200);
+    }
+    for file in [root.join("victim/adapter_config.json"), beside.join("adapter_config.json")] {
+        let config = fs::read_to_string(&file).expect("it is there");
+        fs::write(&file, config + " ").expect("it can be written");
+    }
+    for other in others {
+        text(&server.ask(other).await);
+    }
+    for name in ["victim", "module"] {
+        let (status, message) = error(&server.ask(name).await);
+        assert!(status == 500 && message.contains(&format!("{name}/adapter_config.json has changed")), "{message}");
+        assert!(!message.contains("secret") && message.matches("could not be loaded").count() == 1, "{message}");
+        assert!(message.contains("loaded anew"), "{message}");
+    }
+}
+
 /// What a root, the folders below it and the files in them may be links to.
 #[tokio::test(flavor = "multi_thread")]
 async fn links_lead_anywhere_below_the_root() {

@@ -133,22 +133,100 @@ async fn a_log_that_cannot_be_written_changes_nothing() {
     }
 }
 
-/// What a client sends makes no line of the log, and no long one.
+/// What clients send makes no line of the log, and no long one: what users send is not in it, and each request has a line by which it is
+/// found.
 #[tokio::test]
-async fn a_line_of_the_log_is_one_event() {
-    let mut process = Process::start(Stdio::piped(), &[]).await;
-    let forged = "a\n2026-01-01T00:00:00Z  INFO aril_serve: forged\u{1b}[2K\u{2028}";
-    for model in [forged, &"x".repeat(100_000)] {
-        assert_eq!(process.post("/v1/completions", json!({ "model": model, "prompt": "x" })).await.status(), 404);
+async fn a_line_of_the_log_is_one_request() {
+    const SECRET: &str = "my-secret";
+    let mut process = Process::start(Stdio::piped(), &["--max-body-kib", "64"]).await;
+    let forged = format!("{SECRET}\n2026-01-01T00:00:00Z  INFO aril_serve: forged\u{1b}[2K\u{2028}");
+    let user = json!([{ "role": "user", "content": SECRET }]);
+    for (path, body) in [
+        ("completions", json!({ "model": forged, "prompt": "x" })),
+        ("completions", json!({ "model": SECRET.repeat(5000), "prompt": "x" })),
+        ("completions", json!({ "model": "base", "prompt": [SECRET, 5] })),
+        ("completions", json!({ "model": "base", "prompt": "x", "input": SECRET })),
+        ("completions", json!({ "model": "base", "prompt": "x", SECRET: 1 })),
+        ("completions", json!({ "model": "base", "prompt": "x", "stop": { "a": SECRET } })),
+        ("completions", json!({ "model": "base", "prompt": "x", "logit_bias": { SECRET: 1 } })),
+        ("completions", json!({ "model": "base", "prompt": SECRET, "max_tokens": 100_000 })),
+        ("completions", json!({ "model": "base", "prompt": SECRET, "suffix": SECRET })),
+        ("completions", json!({ "model": "base", "prompt": SECRET.repeat(100_000) })),
+        ("completions", json!({ "model": "base", "prompt": SECRET, "lora_path": SECRET })),
+        ("chat/completions", json!({ "model": "base", "messages": SECRET })),
+        ("chat/completions", json!({ "model": "base", "messages": [{ "role": SECRET, "content": SECRET }] })),
+        ("chat/completions", json!({ "model": "base", "messages": user, "tools": [{ "type": SECRET }] })),
+        ("chat/completions", json!({ "model": "base", "messages": user, "chat_template_kwargs": SECRET })),
+        (
+            "chat/completions",
+            json!({ "model": "base", "messages": [{ "role": "user", "content": [{ "type": SECRET }] }] }),
+        ),
+        ("load_lora_adapter", json!({ "lora_name": SECRET, "lora_path": SECRET })),
+        ("load_lora_adapter", json!({ "lora_name": "x", "lora_path": SECRET, SECRET: SECRET })),
+        (SECRET, json!({ "model": "base" })),
+    ] {
+        let path = format!("/v1/{path}?key={SECRET}");
+        let status = process.post(&path, body).await.status();
+        assert!(status.is_client_error(), "{path}: {status}");
     }
+    let answered =
+        json!({ "model": "base", "prompt": SECRET, "stop": SECRET, "user": SECRET, "max_tokens": 3, "temperature": 0 });
+    assert_eq!(process.post("/v1/completions", answered).await.status(), 200);
+
+    // An adapter's name is the operator's, and may be odd.
+    let name = "odd\u{202e}name";
+    assert_eq!(
+        process.post("/v1/load_lora_adapter", json!({ "lora_name": name, "lora_path": "r8-all" })).await.status(),
+        200
+    );
+    let ask = async |id: &str, path: &str, body: serde_json::Value| {
+        let request = process.http.post(process.url(path)).header("x-request-id", id).json(&body);
+        let answer = request.send().await.expect("the server answers");
+        assert_eq!(answer.headers()["x-request-id"], id);
+        answer.text().await.expect("the answer is text")
+    };
+    let of = |model: &str, stream: bool| json!({ "model": model, "prompt": vec![1; 40], "max_tokens": 2, "ignore_eos": true, "stream": stream });
+    for (id, model, stream) in [("trace-1", "base", false), ("trace-2", name, false), ("trace-3", name, true)] {
+        let answer = ask(id, "/v1/completions", of(model, stream)).await;
+        assert!(answer.contains(&format!("\"cmpl-{id}\"")), "{answer}");
+    }
+    ask("trace-4", "/v1/completions", json!({ "model": "nobody", "prompt": "x" })).await;
+    ask("trace-5", "/tokenize", json!({ "prompt": SECRET })).await;
+    let generated =
+        ask("trace-6", "/generate", json!({ "text": "What is", "sampling_params": { "max_new_tokens": 2 } })).await;
+    assert!(generated.contains("\"cached_tokens\":0"), "{generated}");
+    // One whose client goes.
+    let long = json!({ "model": "base", "prompt": "x", "max_tokens": 400, "ignore_eos": true, "stream": true });
+    let request = process.http.post(process.url("/v1/completions")).header("x-request-id", "trace-7").json(&long);
+    drop(request.send().await.expect("the server answers"));
+    sleep(Duration::from_secs(1)).await;
     process.tell("-TERM");
     assert!(process.end(Duration::from_secs(30)).await.success());
     let log = std::io::read_to_string(process.child.stderr.take().expect("it is a pipe")).expect("the log is text");
-    assert!(log.contains("forged") && log.contains("xxxx"), "{log}");
+    assert!(!log.contains(SECRET) && !log.contains("forged"), "{log}");
     for line in log.lines() {
-        assert!(line.len() < 4000 && !line.contains(|char: char| char.is_control() || char == '\u{2028}'), "{line:?}");
-        assert!(!line.starts_with("2026-01-01"), "{line:?}");
+        assert!(line.len() < 4000 && !line.contains(|char: char| char.is_control() || char == '\u{202e}'), "{line:?}");
     }
+    let tokens = "prompt_tokens=40 cached_tokens=0 completion_tokens=2 first_ms=";
+    let again = tokens.replace("cached_tokens=0", "cached_tokens=32");
+    for (id, parts) in [
+        (
+            "trace-1",
+            &["INFO", "method=POST route=\"/v1/completions\" status=200 model=\"base\" prompt_tokens", tokens, "ms="][..],
+        ),
+        ("trace-2", &["status=200", "model=\"base\" adapter=\"odd", tokens]),
+        ("trace-3", &["status=200", "model=\"base\" adapter=\"odd", &again]),
+        ("trace-4", &["status=404 error=\"NotFoundError\" param=\"model\" ms="]),
+        ("trace-5", &["route=\"/tokenize\" status=200 ms="]),
+        ("trace-6", &["route=\"/generate\" status=200 model=\"base\"", "completion_tokens=2"]),
+        ("trace-7", &["status=499 model=\"base\""]),
+    ] {
+        let mut lines = log.lines().filter(|line| line.contains(&format!("id=\"{id}\"")));
+        let line = lines.next().unwrap_or_else(|| panic!("{id} has no line:\n{log}"));
+        assert!(lines.next().is_none(), "{id} has two lines");
+        assert!(parts.iter().all(|part| line.contains(part)), "{id} {parts:?}: {line}");
+    }
+    assert!(!log.contains("route=\"/health\""), "probes are not worth a line");
 }
 
 /// The first signal lets requests finish; the second one does not.
@@ -196,4 +274,12 @@ fn a_key_comes_from_the_environment() {
     let help = ended.expect("the server starts").stdout;
     assert!(!String::from_utf8_lossy(&help).contains("secret"));
     assert!(env::var_os("ARIL_API_KEY").is_none(), "the tests run without a key");
+    // Beside an argument, it is one more.
+    let model = fixture("qwen3").display().to_string();
+    let ended = Command::new(env!("CARGO_BIN_EXE_aril-serve"))
+        .args(["--model", &model, "--port", "0", "--api-key", "right"])
+        .env("ARIL_API_KEY", "not right")
+        .output();
+    let said = String::from_utf8_lossy(&ended.expect("the server starts").stderr).into_owned();
+    assert!(said.contains("ARIL_API_KEY: a key has printable"), "{said}");
 }
