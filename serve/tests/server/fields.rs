@@ -436,7 +436,10 @@ async fn shows(server: &Server, field: &str) {
             let answer = complete(server, with(hot(1), &json!({ "n": 3 }))).await;
             assert_eq!(answer["choices"].as_array().map(Vec::len), Some(3));
             // The prompt counts once.
-            assert_eq!(answer["usage"], json!({ "prompt_tokens": 5, "completion_tokens": 36, "total_tokens": 41 }));
+            assert_eq!(
+                answer["usage"],
+                json!({ "prompt_tokens": 5, "completion_tokens": 36, "total_tokens": 41, "prompt_tokens_details": { "cached_tokens": 0 } })
+            );
         }
         "seed" => {
             assert_eq!(ids(hot(7)).await, ids(hot(7)).await);
