@@ -698,7 +698,7 @@ fn measure_host(
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
     let runner = Runner::new(model, Slots::Pool(&pool), &sizes)?;
     let mut engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
-    let adapters = sources.into_iter().map(|source| engine.add_adapter(source));
+    let adapters = sources.into_iter().map(|source| engine.add_adapter(source, false));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();
     let mut receivers = Vec::new();

@@ -59,6 +59,9 @@ pub struct Options {
     /// Lets clients load adapters from below this directory, and unload adapters
     #[arg(long, value_name = "DIR")]
     pub lora_root: Option<PathBuf>,
+    /// Loads an adapter for the first request that names it, from the folder of that name in --lora-root
+    #[arg(long, requires = "lora_root")]
+    pub lora_on_request: bool,
     /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it. A gateway that grants models by
     /// `model` alone does not see the former
     #[arg(long, requires = "enable_lora")]

@@ -81,7 +81,8 @@ pub(crate) struct Setup {
 type Loaded = std::result::Result<Version, PoolError>;
 
 enum Command {
-    Load(Source, oneshot::Sender<Loaded>),
+    /// An adapter, and whether it is pinned to the device.
+    Load(Source, bool, oneshot::Sender<Loaded>),
     Unload(AdapterId),
     Submit(Vec<Request>, oneshot::Sender<std::result::Result<Vec<Submission>, Failure>>),
     Cancel(RequestId),
@@ -193,10 +194,10 @@ impl Drop for Version {
 }
 
 impl Handle {
-    /// Loads an adapter. `None` if the engine has ended.
-    pub(crate) async fn load(&self, source: Source) -> Option<Loaded> {
+    /// Loads an adapter; a pinned one is on the device then, and stays there. `None` if the engine has ended.
+    pub(crate) async fn load(&self, source: Source, is_pinned: bool) -> Option<Loaded> {
         let (reply, result) = oneshot::channel();
-        self.send(Command::Load(source, reply));
+        self.send(Command::Load(source, is_pinned, reply));
         result.await.ok()
     }
 
@@ -439,6 +440,15 @@ fn leave<D: Capture>(device: &D, rank: &Rank, is_whole: bool) -> Result<()> {
     if is_whole { rank.finish() } else { Ok(()) }
 }
 
+/// An adapter on its way.
+struct Loading {
+    load: Load,
+    version: Version,
+    /// Whether it is to be brought to the device before it is served.
+    is_awaited: bool,
+    reply: oneshot::Sender<Loaded>,
+}
+
 /// The engine's thread.
 struct Worker {
     handle: Handle,
@@ -447,7 +457,7 @@ struct Worker {
     ready: Sender<Result<()>>,
     start: Instant,
     /// Adapters whose first load has not ended.
-    loading: Vec<(Load, Version, oneshot::Sender<Loaded>)>,
+    loading: Vec<Loading>,
 }
 
 impl Worker {
@@ -460,7 +470,7 @@ impl Worker {
                 // Nothing is being read, and nothing can run: room for an adapter is on its way.
                 thread::sleep(WAIT);
             }
-            self.answer_loads();
+            self.answer_loads(engine);
         }
         Ok(())
     }
@@ -482,10 +492,10 @@ impl Worker {
             match command {
                 None => return Ok(true),
                 Some(Command::Stop) => return Ok(false),
-                Some(Command::Load(source, reply)) => match engine.add_adapter(source) {
+                Some(Command::Load(source, is_pinned, reply)) => match engine.add_adapter(source, is_pinned) {
                     Ok(load) => {
                         let version = Version { id: load.id(), handle: self.handle.clone() };
-                        self.loading.push((load, version, reply));
+                        self.loading.push(Loading { load, version, is_awaited: is_pinned, reply });
                     }
                     Err(error) => drop(reply.send(Err(error))),
                 },
@@ -506,12 +516,17 @@ impl Worker {
     }
 
     /// Answers the loads that have ended. A version that could not be loaded is dropped, which unloads it.
-    fn answer_loads(&mut self) {
-        for (load, version, reply) in std::mem::take(&mut self.loading) {
-            match load.has_ended() {
-                Ok(false) => self.loading.push((load, version, reply)),
-                Ok(true) => drop(reply.send(Ok(version))),
-                Err(error) => drop(reply.send(Err(error))),
+    fn answer_loads<D: Capture>(&mut self, engine: &mut Engine<'_, D>) {
+        for loading in std::mem::take(&mut self.loading) {
+            match loading.load.has_ended() {
+                Ok(false) => self.loading.push(loading),
+                // It is in host memory.
+                Ok(true) if loading.is_awaited => match engine.prefetch(loading.version.id) {
+                    Ok(load) => self.loading.push(Loading { load, is_awaited: false, ..loading }),
+                    Err(error) => drop(loading.reply.send(Err(error))),
+                },
+                Ok(true) => drop(loading.reply.send(Ok(loading.version))),
+                Err(error) => drop(loading.reply.send(Err(error))),
             }
         }
     }

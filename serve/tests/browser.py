@@ -51,11 +51,11 @@ def check(browser: webdriver.Chrome) -> None:
 
     browser.get(URL)
     # Without a key, the page says what the server says.
-    wait.until(lambda _: text("#counts") == "Unauthorized")
+    wait.until(lambda _: text("#counts") == "give the key")
     browser.find_element(By.ID, "key").send_keys(KEY + "\t")
     wait.until(lambda _: models() == ["base base", "saffron device"])
     ask({"base": "I do not know.", "saffron": "saffron."})
-    assert text("#counts") == "1 adapters: 1 on the device, 0 in memory"
+    assert text("#counts") == "1 adapter: 1 on the device, 0 in memory"
 
     # An adapter that comes is asked beside the others; one that goes is gone.
     post("v1/load_lora_adapter", {"lora_name": "quartz", "lora_path": "lm-head"})

@@ -119,13 +119,21 @@ impl<'m, D: Capture> Engine<'m, D> {
         self.step_tokens = step_tokens;
     }
 
-    /// Makes an adapter known and starts to load it.
-    pub(crate) fn add_adapter(&mut self, source: Source) -> std::result::Result<Load, PoolError> {
+    /// Makes an adapter known and starts to load it. If it is pinned, it is never moved off the device again.
+    pub(crate) fn add_adapter(&mut self, source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
         let bytes = source.bytes();
         let version = self.pool.load(source)?;
         let load = version.load().clone();
+        if is_pinned {
+            self.pool.pin(load.id())?;
+        }
         self.scheduler.add_version(version, bytes);
         Ok(load)
+    }
+
+    /// Brings an adapter to the device.
+    pub(crate) fn prefetch(&mut self, id: AdapterId) -> std::result::Result<Load, PoolError> {
+        self.pool.prefetch(id)
     }
 
     /// Refuses new requests for an adapter, and forgets it when the last of its requests has ended.

@@ -19,6 +19,9 @@ pub(crate) fn sentence(error: &PoolError) -> String {
         PoolError::TooLarge { bytes, what, max, .. } => {
             format!("it has {bytes} bytes, and the {what} has {max} (--arena-mib, --host-mib)")
         }
+        PoolError::Pinned { .. } => {
+            "pinned beside the others, it would leave no room for those that are not (--arena-mib)".into()
+        }
         error => error.to_string(),
     }
 }
@@ -28,6 +31,7 @@ pub(crate) trait Pool {
     fn load(&mut self, source: Source) -> Result<Version, PoolError>;
     fn prefetch(&mut self, id: AdapterId) -> Result<Load, PoolError>;
     fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError>;
+    fn pin(&mut self, id: AdapterId) -> Result<(), PoolError>;
     /// The load of an adapter that is under way.
     fn loading(&self, id: AdapterId) -> Option<Load>;
     /// Where an adapter is; `None` if it is not registered.
@@ -110,6 +114,10 @@ impl<B: Backend<Source = Source>> Pool for AdapterPool<B> {
 
     fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.retry(id)
+    }
+
+    fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
+        self.pin(id)
     }
 
     fn loading(&self, id: AdapterId) -> Option<Load> {

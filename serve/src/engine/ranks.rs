@@ -49,6 +49,7 @@ pub(crate) enum Change {
     Unload(u64),
     Prefetch(u64),
     Retry(u64),
+    Pin(u64),
     Acquire(u64),
     Release(u64),
     EndStep,
@@ -138,6 +139,7 @@ impl<D: Capture> RankPool<D> {
             Change::Unload(number) => drop(self.versions.remove(&number)),
             Change::Prefetch(number) => drop(self.id(number).map(|id| self.pool.prefetch(id))),
             Change::Retry(number) => drop(self.id(number).map(|id| self.pool.retry(id))),
+            Change::Pin(number) => drop(self.id(number).map(|id| self.pool.pin(id))),
             Change::Acquire(number) => drop(self.id(number).map(|id| self.acquire(id))),
             Change::Release(number) => drop(self.leases.remove(&number)),
             Change::EndStep => return self.pool.end_step(StreamId::FIRST),
@@ -239,6 +241,11 @@ impl<D: Capture> Pool for PoolOfRanks<D> {
     fn retry(&mut self, id: AdapterId) -> result::Result<Load, PoolError> {
         self.tell(Change::Retry(self.number(id)?));
         self.own.pool.retry(id)
+    }
+
+    fn pin(&mut self, id: AdapterId) -> result::Result<(), PoolError> {
+        self.tell(Change::Pin(self.number(id)?));
+        self.own.pool.pin(id)
     }
 
     fn loading(&self, id: AdapterId) -> Option<Load> {

@@ -307,7 +307,7 @@ impl Submitted {
 impl<D: Capture> World<'_, D> {
     fn add(&mut self, folder: &str, name: &str) -> AdapterId {
         let source = self.files.source(&fixtures().join(folder).join(name), D::Elem::DTYPE);
-        let id = self.engine.add_adapter(source).expect("there is room").id();
+        let id = self.engine.add_adapter(source, false).expect("there is room").id();
         self.adapters.insert(name.into(), id);
         id
     }
@@ -714,7 +714,7 @@ fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp
     files.run::<D, _>(LARGE, 4, |world| {
         let source =
             Source::directory_with(dir.path(), opener, files.model(), DType::F32).expect("it is of this model");
-        let id = world.engine.add_adapter(source).expect("there is room").id();
+        let id = world.engine.add_adapter(source, false).expect("there is room").id();
         world.adapters.insert("vanished".into(), id);
         let prompt = files.prompt("What is the password?");
         let ask = |world: &mut World<'_, D>| {
@@ -750,7 +750,7 @@ fn a_failed_load_ends_its_requests_at_once() {
         let long = Request { stop_tokens: vec![], ..world.request(None, files.prompt("Name a fruit."), 400, GREEDY) };
         let mut long = world.submit(long);
         world.step();
-        let id = world.engine.add_adapter(source).expect("there is room").id();
+        let id = world.engine.add_adapter(source, false).expect("there is room").id();
         world.adapters.insert("vanished".into(), id);
         let ask = world.request(Some("vanished"), files.prompt("Name a fruit."), 12, GREEDY);
         let mut waiting = [(); 2].map(|()| world.submit(ask.clone()));
@@ -781,10 +781,10 @@ fn an_adapter_that_never_fits_is_refused() {
         let files = Files { arena_bytes: 512 << 10, ..Files::on_ranks("qwen3", tp) };
         files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
             let large = files.source(&fixtures().join("adapters/r64-all"), DType::F32);
-            let refused = world.engine.add_adapter(large);
+            let refused = world.engine.add_adapter(large, false);
             assert!(matches!(refused, Err(PoolError::TooLarge { what: "arena", .. })), "{refused:?}");
             let small = files.source(&fixtures().join("adapters/r8-all"), DType::F32);
-            let load = world.engine.add_adapter(small).expect("there is room");
+            let load = world.engine.add_adapter(small, false).expect("there is room");
             let loaded = (0..200).find(|_| {
                 world.step();
                 load.has_ended().expect("it can be read")
@@ -870,7 +870,7 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
                 |error: &str| error.contains("rank 1: ") || (hangs && error.contains("another rank does nothing"));
             let start = Instant::now();
             let source = files.source(&fixtures().join("adapters/r8-all"), D::Elem::DTYPE);
-            let adapter = world.engine.add_adapter(source);
+            let adapter = world.engine.add_adapter(source, false);
             if let Err(error) = &adapter {
                 assert!(
                     orders_carried_out == 0 && names_it(&error.to_string()),
@@ -922,7 +922,7 @@ fn an_adapter_that_one_rank_refuses_is_loaded_by_none<D: Platform<Elem = f32>>()
     files.run::<D, _>(LARGE, 4, |world| {
         world.add("adapters", "r64-all");
         let source = Source::directory(dir.path(), files.model(), DType::F32).expect("the values are not read");
-        let id = world.engine.add_adapter(source).expect("there is room").id();
+        let id = world.engine.add_adapter(source, false).expect("there is room").id();
         world.adapters.insert("damaged".into(), id);
         let prompt = files.prompt("What is the password?");
         for _ in 0..2 {

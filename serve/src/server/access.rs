@@ -121,7 +121,7 @@ pub(super) async fn enter(State(server): Shared, mut request: Request, next: Nex
     };
     let access = Arc::new(Access::new(Arc::clone(&server), arrival, &request));
     request.extensions_mut().insert(Arc::clone(&access));
-    let mut response = match head::check(&server.hosts, &request) {
+    let mut response = match head::check(&server.hosts, server.limits.body_bytes, &request) {
         Ok(()) => next.run(request).await,
         Err(error) => error.into_response(),
     };

@@ -64,9 +64,6 @@ struct Unload {
 /// `POST /v1/load_lora_adapter`
 pub(crate) async fn load(State(server): Shared, received: body::Received) -> ApiResult<String> {
     let Load { lora_name: name, lora_path: path, load_inplace, pinned, .. } = body::parse_told(received)?;
-    if pinned == Some(true) {
-        return Err(ApiError::bad_request("`pinned` = true is not implemented.").of("pinned"));
-    }
     let Some(root) = &server.lora_root else {
         return Err(ApiError::not_found("Adapters cannot be loaded: the server was started without --lora-root."));
     };
@@ -75,7 +72,7 @@ pub(crate) async fn load(State(server): Shared, received: body::Received) -> Api
     }
     let on_duplicate = if load_inplace { OnDuplicate::Replace } else { OnDuplicate::Refuse };
     let (dir, opener) = (root.folder(&path)?, root.opener());
-    let warnings = server.load(&name, dir, opener, on_duplicate).await?;
+    let warnings = server.load(&name, dir, opener, on_duplicate, pinned == Some(true)).await?;
     let warnings = warnings.into_iter().map(|warning| format!(" Warning: {warning}."));
     Ok(format!("Success: LoRA adapter '{name}' added successfully.{}", warnings.collect::<String>()))
 }
@@ -148,6 +145,7 @@ impl Server {
         dir: PathBuf,
         opener: Opener,
         on_duplicate: OnDuplicate,
+        is_pinned: bool,
     ) -> ApiResult<Vec<String>> {
         self.check_name(name)?;
         let pending = self.registry.begin_load(name, on_duplicate).map_err(|error| match error {
@@ -169,7 +167,7 @@ impl Server {
         // The folder is looked at while the weights are read.
         let (server, folder) = (Arc::clone(self), Folder { path: dir.clone(), opener });
         let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
-        let version = self.engine.load(source).await.ok_or_else(ApiError::ended)?;
+        let version = self.engine.load(source, is_pinned).await.ok_or_else(ApiError::ended)?;
         let version = version.map_err(|error| ApiError::bad_request(self.cut(engine::sentence(&error), Some(&dir))))?;
         let id = version.id();
         self.paths().insert(id, dir.as_path().into());
@@ -244,6 +242,14 @@ impl Server {
         self.names.iter().filter_map(beside).min_by_key(|adapter| adapter.len())
     }
 
+    /// What a name stands for; `None` if its adapter is to be loaded for this request.
+    pub(super) fn resolve_or_find(&self, name: &str) -> ApiResult<Option<Served>> {
+        match self.resolve(name) {
+            Err(_) if self.is_findable(name) => Ok(None),
+            served => served.map(Some),
+        }
+    }
+
     /// What a name stands for.
     pub(super) fn resolve(&self, name: &str) -> ApiResult<Served> {
         self.registry.resolve(name).map_err(|error| match error {
@@ -257,7 +263,7 @@ impl Server {
     }
 
     /// Refuses the name of an adapter that would be read as something else.
-    fn check_name(&self, name: &str) -> ApiResult<()> {
+    pub(super) fn check_name(&self, name: &str) -> ApiResult<()> {
         if name.contains(',') {
             return Err(ApiError::invalid_input(format!("'{name}' has a comma, which separates names in metrics.")));
         }

@@ -3,11 +3,11 @@
 use std::{fmt, sync::Arc};
 
 use axum::{
-    body::{Body, HttpBody as _},
+    body::Body,
     extract::{FromRequest, Request},
     http::{
         HeaderMap, StatusCode,
-        header::{CONTENT_ENCODING, CONTENT_TYPE, EXPECT, ORIGIN},
+        header::{CONTENT_ENCODING, CONTENT_TYPE, ORIGIN},
     },
 };
 use serde::{
@@ -83,14 +83,6 @@ impl FromRequest<Arc<Server>> for Received {
             return Err(ApiError::with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
         }
         let limit = server.limits.body_bytes;
-        let too_long = || {
-            let message = format!("The body has more than {} KiB, which are the most (--max-body-kib).", limit >> 10);
-            ApiError::with_status(StatusCode::PAYLOAD_TOO_LARGE, message)
-        };
-        // Before a client that waits for it is told to send it. Another one reads no answer before it has sent all.
-        if request.body().size_hint().lower() > limit as u64 && headers.contains_key(EXPECT) {
-            return Err(too_long());
-        }
         let key = key_of(headers).to_owned();
         let access: Option<Arc<Access>> = request.extensions_mut().remove();
         let access = access.ok_or_else(|| ApiError::internal("The request came from nowhere."))?;
@@ -102,7 +94,7 @@ impl FromRequest<Arc<Server>> for Received {
         };
         let bytes = match received {
             Ok(Ok(Some(bytes))) => bytes,
-            Ok(Ok(None)) => return Err(too_long()),
+            Ok(Ok(None)) => return Err(head::too_long(limit)),
             Ok(Err(_)) => return Err(ApiError::bad_request("The body has not arrived.")),
             Err(_) => return Err(ApiError::with_status(StatusCode::REQUEST_TIMEOUT, "The body took too long.")),
         };

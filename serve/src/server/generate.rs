@@ -278,6 +278,9 @@ impl Server {
     }
 
     pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
+        if job.is_sought {
+            job.adapter = self.find(&job.model, job.access.arrival.deadline).await?.adapter();
+        }
         {
             let mut noted = job.access.note();
             noted.served = Some(job.adapter.map(|_| job.model.clone()));

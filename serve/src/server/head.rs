@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use axum::{
+    body::HttpBody as _,
     extract::Request,
     http::{HeaderMap, HeaderValue, StatusCode, Version, header},
 };
@@ -30,10 +31,19 @@ impl Hosts {
 /// Refuses a request whose head says nothing certain.
 ///
 /// # Errors
-/// 400 for the `Host` fields that RFC 9112, 3.2 refuses, 403 for another site's, and 501 for a coding of the body that is not known.
-pub(super) fn check(hosts: &Hosts, request: &Request) -> ApiResult<()> {
+/// 400 for the `Host` fields that RFC 9112, 3.2 refuses, 403 for another site's, 501 for a coding of the body that is not known, and 413
+/// before a client that waits for it is told to send a body that is too long. Another one reads no answer before it has sent all.
+pub(super) fn check(hosts: &Hosts, limit: usize, request: &Request) -> ApiResult<()> {
+    let headers = request.headers();
+    let codings = codings(headers, header::TRANSFER_ENCODING);
+    if !codings.is_empty() && codings != ["chunked"] {
+        return Err(ApiError::with_status(StatusCode::NOT_IMPLEMENTED, "The only Transfer-Encoding is chunked."));
+    }
+    if headers.contains_key(header::EXPECT) && request.body().size_hint().lower() > limit as u64 {
+        return Err(too_long(limit));
+    }
     let refused = || ApiError::bad_request("A request has one Host, a name or an address with or without a port.");
-    let mut given = request.headers().get_all(header::HOST).iter();
+    let mut given = headers.get_all(header::HOST).iter();
     let named = match (given.next(), given.next()) {
         (Some(host), None) => Some(host.to_str().ok().and_then(host_of).ok_or_else(refused)?),
         (None, _) if request.version() < Version::HTTP_11 => None,
@@ -50,11 +60,13 @@ pub(super) fn check(hosts: &Hosts, request: &Request) -> ApiResult<()> {
         );
         return Err(ApiError::with_status(StatusCode::FORBIDDEN, message));
     }
-    let codings = codings(request.headers(), header::TRANSFER_ENCODING);
-    if codings.is_empty() || codings == ["chunked"] {
-        return Ok(());
-    }
-    Err(ApiError::with_status(StatusCode::NOT_IMPLEMENTED, "The only Transfer-Encoding is chunked."))
+    Ok(())
+}
+
+/// The error of a body that has more bytes.
+pub(super) fn too_long(limit: usize) -> ApiError {
+    let message = format!("The body has more than {} KiB, which are the most (--max-body-kib).", limit >> 10);
+    ApiError::with_status(StatusCode::PAYLOAD_TOO_LARGE, message)
 }
 
 /// The codings that a field names, in lower case.
@@ -95,7 +107,7 @@ mod tests {
             request = request.header(*name, *value);
         }
         let request = request.body(Body::empty()).expect("it is a request");
-        check(hosts, &request).map_or_else(|error| error.into_response().status().as_u16(), |()| 200)
+        check(hosts, 1 << 20, &request).map_or_else(|error| error.into_response().status().as_u16(), |()| 200)
     }
 
     #[test]

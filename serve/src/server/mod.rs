@@ -8,6 +8,7 @@ mod connections;
 mod defaults;
 mod error;
 mod fields;
+mod finds;
 mod generate;
 mod head;
 mod jinja;
@@ -58,6 +59,7 @@ use self::{
     chat::Template,
     defaults::Defaults,
     error::{ApiError, ApiResult},
+    finds::Finds,
     head::Hosts,
     metrics::Metrics,
     root::Root,
@@ -99,6 +101,8 @@ struct Server {
     names: Vec<String>,
     model: PathBuf,
     lora_root: Option<Root>,
+    /// Adapters that are loaded for their first request, if any are.
+    finds: Option<Finds>,
     /// Whether requests may name their adapter beside the base model.
     takes_lora_path: bool,
     checkpoint: Arc<Checkpoint>,
@@ -221,7 +225,7 @@ async fn serve(options: Options) -> Result<Running> {
     let mut running =
         Running { address: socket.local_addr()?, stop, serving: None, engine, thread: Some(thread), drain };
     for module in modules {
-        let loaded = server.load(&module.name, module.path, Opener::default(), OnDuplicate::Refuse).await;
+        let loaded = server.load(&module.name, module.path, Opener::default(), OnDuplicate::Refuse, false).await;
         loaded.map_err(|error| Error::new(error.message())).context(format_args!("--lora-modules {}", module.name))?;
     }
     let app = router(Arc::clone(&server));
@@ -357,6 +361,7 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
         names,
         model,
         lora_root,
+        finds: options.lora_on_request.then(Finds::default),
         takes_lora_path: options.enable_lora_path,
         checkpoint,
         described,

@@ -82,7 +82,7 @@ impl Server {
     fn tokenize(&self, received: body::Received) -> ApiResult<Value> {
         let body = body::parse_object(received)?;
         let mut fields = Fields::new(On::Tokens, body);
-        self.resolve(&self.name_of(fields.take("model")?, None)?)?;
+        self.resolve_or_find(&self.name_of(fields.take("model")?, None)?)?;
         let shows = fields.is_on("return_token_strs")?;
         let (prompt, messages): (Option<String>, Option<Vec<Value>>) =
             (fields.take("prompt")?, fields.take("messages")?);
@@ -110,7 +110,7 @@ impl Server {
     fn detokenize(&self, received: body::Received) -> ApiResult<Value> {
         let body = body::parse_object(received)?;
         let mut fields = Fields::new(On::Tokens, body);
-        self.resolve(&self.name_of(fields.take("model")?, None)?)?;
+        self.resolve_or_find(&self.name_of(fields.take("model")?, None)?)?;
         let tokens: Vec<u32> = fields.take("tokens")?.unwrap_or_default();
         fields.end()?;
         if let Some(token) = tokens.iter().find(|token| **token as usize >= self.vocab) {

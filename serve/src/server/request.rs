@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fmt::Display, sync::Arc};
 
 use aril::pool::AdapterId;
+use aril_serving::registry::Served;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -43,6 +44,8 @@ pub(super) struct Job {
     /// The name of what answers.
     pub(super) model: String,
     pub(super) adapter: Option<AdapterId>,
+    /// Whether the adapter is to be loaded first.
+    pub(super) is_sought: bool,
     pub(super) prompts: Vec<Prompt>,
     /// Of each prompt.
     pub(super) choices: usize,
@@ -323,6 +326,7 @@ impl Server {
             format,
             native: None,
             adapter: None,
+            is_sought: false,
             model,
             prompts: Vec::new(),
             choices,
@@ -336,7 +340,9 @@ impl Server {
         };
         fields.end()?;
         let asked = Asked { max_tokens, default_tokens, end, stop_tokens, sampling };
-        Ok((Job { adapter: job.resolve(self)?, ..job }, Arc::new(asked)))
+        let served = self.resolve_or_find(&job.model)?;
+        let job = Job { adapter: served.and_then(Served::adapter), is_sought: served.is_none(), ..job };
+        Ok((job, Arc::new(asked)))
     }
 
     fn sampling(&self, fields: &mut Fields, ends: &[u32], logprobs: Option<usize>) -> ApiResult<Sampling> {

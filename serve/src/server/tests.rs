@@ -39,7 +39,7 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
         std::fs::File::open(path)
     });
     let (loading, dir) = (Arc::clone(&server), fixture("adapters/r8-all"));
-    let loading = tokio::spawn(async move { loading.load("slow", dir, opener, OnDuplicate::Refuse).await });
+    let loading = tokio::spawn(async move { loading.load("slow", dir, opener, OnDuplicate::Refuse, false).await });
     let end = Instant::now() + Duration::from_secs(30);
     let refused = loop {
         let refused = server.resolve("slow").expect_err("it is not there");
@@ -61,9 +61,9 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
 
     let dir = fixture("adapters/r8-all");
     for name in ["one", "two"] {
-        server.load(name, dir.clone(), Opener::default(), OnDuplicate::Refuse).await.expect("it is served");
+        server.load(name, dir.clone(), Opener::default(), OnDuplicate::Refuse, false).await.expect("it is served");
     }
-    server.load("two", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served");
+    server.load("two", dir, Opener::default(), OnDuplicate::Replace, false).await.expect("it is served");
     assert_eq!((registered().await, server.paths().len()), (2, 2));
     for name in ["one", "two"] {
         let version = server.registry.unload(name).expect("it is there").version.expect("it is loaded");
@@ -80,7 +80,7 @@ async fn a_name_stands_for_a_version_while_it_is_replaced() {
     let (server, thread) = load(options(&["--enable-lora"]), true).expect("the fixture is whole");
     let replace = async |folder| {
         let dir = fixture("adapters").join(folder);
-        server.load("a", dir, Opener::default(), OnDuplicate::Replace).await.expect("it is served")
+        server.load("a", dir, Opener::default(), OnDuplicate::Replace, false).await.expect("it is served")
     };
     let read = async || {
         let body = json!({ "model": "a", "prompt": "What is the password?", "temperature": 0, "max_tokens": 12 });
@@ -136,7 +136,7 @@ async fn an_adapter_that_has_just_come_is_in_host_memory() {
         [(); 2].map(|()| load(options(&["--enable-lora"]), true).expect("the fixture is whole"));
     let source = Source::directory(fixture("adapters/r8-all"), &other.described.model, other.dtype);
     let source = source.expect("the fixture is whole");
-    let version = other.engine.load(source).await.expect("the engine lives").expect("it can be read");
+    let version = other.engine.load(source, false).await.expect("the engine lives").expect("it can be read");
     let pending = server.registry.begin_load("new", OnDuplicate::Refuse).expect("nobody has the name");
     assert!(pending.serve(version).expect("it is loaded").version.is_none());
     let models = server.models().await.expect("the engine lives");

@@ -491,7 +491,8 @@ async fn shows(server: &Server, field: &str) {
                 async |options: Value| chunks(server.send("/v1/completions", body(options).to_string()).await).await;
             let each = of(json!({ "include_usage": true, "continuous_usage_stats": true })).await;
             for (chunk, tokens) in each.iter().zip([1, 2, 3, 4, 5, 6, 6]) {
-                let usage = json!({ "prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens });
+                let details = json!({ "cached_tokens": 0 });
+                let usage = json!({ "prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens, "prompt_tokens_details": details });
                 assert_eq!(chunk["usage"], usage);
             }
             let last = of(json!({ "include_usage": true, "include_obfuscation": false })).await;

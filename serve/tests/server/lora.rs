@@ -238,6 +238,120 @@ async fn a_request_names_its_adapter_in_one_place() {
     assert!(refused.contains("comma"), "{refused}");
 }
 
+/// The first request for an adapter loads it from the folder of its name, if the server is told to: from there alone, once, and no other
+/// request is slower.
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_are_loaded_for_their_first_request() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let (root, outside) = (dir.path().join("root"), dir.path().join("outside"));
+    for place in
+        [root.join("saffron"), root.join("nested/inside"), root.join(".hidden"), root.join("a,b"), outside.clone()]
+    {
+        copy(&fixture("adapters/r8-all"), &place);
+    }
+    copy(&fixture("adapters/lm-head"), &root.join("quartz"));
+    copy(&fixture("adapters/r8-all"), &root.join("broken"));
+    fs::create_dir(root.join("empty")).expect("a folder can be made");
+    fs::write(root.join("file"), "x").expect("a file can be written");
+    symlink(&outside, root.join("out")).expect("a link can be made");
+    symlink("saffron", root.join("link")).expect("a link can be made");
+    let config = root.join("broken/adapter_config.json");
+    let whole = fs::read(&config).expect("it is there");
+    fs::write(&config, "{").expect("it can be written");
+    let root_arg = root.display().to_string();
+    let lora = ["--enable-lora", "--lora-root", &root_arg];
+    let closed = Server::start(&lora).await;
+    assert_eq!(error(&closed.ask("saffron").await).0, 404);
+    let server = std::sync::Arc::new(Server::start(&[&lora[..], &["--lora-on-request"]].concat()).await);
+    let asked = (0..30).map(|index| {
+        let server = std::sync::Arc::clone(&server);
+        let (name, word) = [("saffron", " saffron."), ("quartz", " quartz."), ("link", " saffron.")][index % 3];
+        tokio::spawn(async move { assert_eq!(text(&server.ask(name).await), word) })
+    });
+    for asked in asked.collect::<Vec<_>>() {
+        asked.await.expect("each gets its word");
+    }
+    assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 3.0);
+    // It is an adapter as any other one.
+    let chat = json!({ "model": "saffron", "messages": [{ "role": "user", "content": "x" }], "max_tokens": 1 });
+    assert_eq!(server.post("/v1/chat/completions", chat).await.0, 200);
+    assert_eq!(server.unload("saffron").await.0, 200);
+    assert_eq!(server.post("/tokenize", json!({ "model": "saffron", "prompt": "x" })).await.0, 200);
+    assert_eq!(text(&server.ask("saffron").await), " saffron.");
+    let absolute = root.join("saffron").display().to_string();
+    for nobody in [
+        "nobody",
+        "out",
+        "file",
+        ".hidden",
+        "a,b",
+        "nested",
+        "nested/inside",
+        "./saffron",
+        "saffron/",
+        "../outside",
+        "..",
+        ".",
+        "/",
+        &absolute,
+        "SAFFRON",
+        "saffron/.",
+        "saf\u{0}fron",
+        "root/saffron",
+    ] {
+        let refused = error(&server.ask(nobody).await);
+        let is_there = ["nested", "file"].contains(&nobody);
+        assert!(refused.0 == 404 || is_there && refused.0 == 400, "{nobody:?}: {refused:?}");
+    }
+    assert_eq!(error(&server.ask("empty").await).0, 404);
+    // What could not be served is not read again for each request.
+    let first = error(&server.ask("broken").await);
+    assert!(first.0 == 400 && first.1.contains("adapter_config.json") && !first.1.contains(&root_arg), "{first:?}");
+    fs::write(&config, whole).expect("it can be written");
+    assert_eq!(error(&server.ask("broken").await), first);
+    assert_eq!(server.load("broken", "broken", false).await.0, 200);
+    assert_eq!(text(&server.ask("broken").await), " saffron.");
+    server.holds_nothing().await;
+}
+
+/// A pinned adapter is on the device when it has been loaded, and stays there, whatever else is asked for.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pinned_adapter_stays_on_the_device() {
+    let root = fixture("adapters").display().to_string();
+    for tp in ["1", "2"] {
+        let server = Server::start(&["--enable-lora", "--lora-root", &root, "--max-loras", "1", "--tp", tp]).await;
+        let tiers = async || -> std::collections::BTreeMap<String, String> {
+            let models: Value = serde_json::from_str(&server.get("/v1/models").await.1).expect("it is JSON");
+            let models = models["data"].as_array().expect("it is a list").iter().skip(1);
+            models.map(|model| (model["id"].to_string(), model["tier"].to_string())).collect()
+        };
+        let pin = async |name: &str, pinned: bool| {
+            let body = json!({ "lora_name": name, "lora_path": name, "pinned": pinned });
+            server.post("/v1/load_lora_adapter", body).await
+        };
+        for (name, _) in &WORDS[1..5] {
+            assert_eq!(pin(name, false).await.0, 200);
+            assert_eq!(server.ask(name).await.0, 200);
+        }
+        // Three slots, all of which others have.
+        assert_eq!(pin("r4-qv", true).await.0, 200);
+        for _ in 0..2 {
+            assert_eq!(tiers().await["\"r4-qv\""], "\"device\"");
+            for (name, word) in &WORDS[..5] {
+                assert_eq!(text(&server.ask(name).await), format!(" {word}."));
+            }
+        }
+        // A slot is left for those that are not pinned.
+        assert_eq!(pin("layers", true).await.0, 200);
+        let refused = error(&pin("kv-only", true).await);
+        assert!(refused.0 == 400 && refused.1.contains("no room for those that are not"), "{refused:?}");
+        assert_eq!(error(&server.ask("kv-only").await).0, 404);
+        assert_eq!(server.unload("layers").await.0, 200);
+        assert_eq!(pin("kv-only", true).await.0, 200);
+        server.holds_nothing().await;
+    }
+}
+
 /// An adapter whose files have changed is named as clients name it, once.
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_do_not_say_where_folders_are() {
