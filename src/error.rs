@@ -215,6 +215,12 @@ pub enum OperandError {
         /// Distance between the beginnings of two rows, in bytes.
         stride_bytes: usize,
     },
+    /// The batch has adapters, which `cuda::Stack::place` has not brought into the stack in this step.
+    #[error("the adapters of the step's batch are not in the stack, or not placed there in this step")]
+    NotPlaced,
+    /// The stack is of another table than the step.
+    #[error("the stack is of another table than the step")]
+    OtherTable,
     /// The layer is not one of the stack's.
     #[error("the layer is not in the stack")]
     NotStacked,

@@ -45,7 +45,8 @@ pub use self::{
     loading::{AdapterPool, Factors, Filled, Reservation, Staging, Tiers, WeightTable},
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
-        FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk, TopK,
+        FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk,
+        Stack, TopK,
     },
     steps::{Graph, RoutedBatch, Routing, Step, Workspace},
     stream::Queue,

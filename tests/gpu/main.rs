@@ -45,6 +45,7 @@ mod routing;
 mod safe_api;
 mod setup;
 mod stacked;
+mod stacks;
 mod streams;
 mod weights;
 mod wrong;

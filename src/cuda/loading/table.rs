@@ -73,7 +73,15 @@ pub(in crate::cuda) struct Loaded<'a> {
     changes: u64,
 }
 
-impl Loaded<'_> {
+impl<'a> Loaded<'a> {
+    pub(in crate::cuda) fn slots(&self) -> &'a [Slot] {
+        self.slots
+    }
+
+    pub(in crate::cuda) fn is_of(&self, weights: &WeightTable) -> bool {
+        Arc::ptr_eq(&self.weights.shared, &weights.shared)
+    }
+
     /// Rejects a batch of which an adapter is in its slot no longer. Work enqueued before a call that returns `Ok` was enqueued before
     /// the adapters change.
     pub(in crate::cuda) fn check(&self) -> Result<(), OperandError> {

@@ -5,7 +5,7 @@
     reason = "copies between the host and memory that it owns, which it reinterprets, and frees in stream order"
 )]
 
-use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, sync::Arc};
+use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, ops::Range, sync::Arc};
 
 use cudarc::driver::{CudaSlice, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result};
 
@@ -26,6 +26,8 @@ use crate::{
 #[derive(Debug)]
 pub struct Buffer<T> {
     pub(super) memory: Arc<Region<T>>,
+    /// The elements of the memory that are the buffer's.
+    pub(super) range: Range<usize>,
 }
 
 impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
@@ -35,7 +37,45 @@ impl<T: DeviceRepr + ValidAsZeroBits> Buffer<T> {
     /// [`LaunchError`] if device memory is exhausted, or no memory can hold `len` elements.
     pub fn zeros(queue: &Queue, len: usize) -> Result<Self, LaunchError> {
         let bytes = LaunchError::bytes_of::<T>("the buffer's elements", len)?;
-        Ok(Self { memory: Arc::new(Region::new(queue, bytes)?) })
+        Ok(Self::of(Region::new(queue, bytes)?))
+    }
+}
+
+impl<T> Buffer<T> {
+    fn of(memory: Region<T>) -> Self {
+        let range = 0..memory.len();
+        Self { memory: Arc::new(memory), range }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether the buffer has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address of the first element, for the engine's own kernels on the queue's stream.
+    pub fn device_ptr(&self) -> u64 {
+        self.memory.region().ptr + (self.range.start * size_of::<T>()) as u64
+    }
+
+    pub(in crate::cuda) fn memory(&self) -> &Arc<Region<T>> {
+        &self.memory
+    }
+
+    /// Cuts the elements from `mid` on off, into a buffer of their own. Both are in the memory of the one, which is freed when neither is
+    /// left.
+    ///
+    /// # Panics
+    /// If `mid` is out of bounds.
+    #[must_use]
+    pub fn split_off(&mut self, mid: usize) -> Self {
+        assert!(mid <= self.len(), "the buffer must have the elements before `mid`");
+        let end = std::mem::replace(&mut self.range.end, self.range.start + mid);
+        Self { memory: Arc::clone(&self.memory), range: self.range.end..end }
     }
 }
 
@@ -47,22 +87,7 @@ impl<T: DeviceRepr> Buffer<T> {
     /// [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.prepare()?;
-        Ok(Self { memory: Arc::new(Region::from_slice(queue, slice)?) })
-    }
-
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.memory.len()
-    }
-
-    /// Whether the buffer has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Address of the first element, for the engine's own kernels on the queue's stream.
-    pub fn device_ptr(&self) -> u64 {
-        self.memory.region().ptr
+        Ok(Self::of(Region::from_slice(queue, slice)?))
     }
 
     /// Copies `elements` to the start of the buffer, in stream order, and waits for the copy.

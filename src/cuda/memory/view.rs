@@ -89,15 +89,16 @@ impl<T> Buffer<T> {
     /// # Panics
     /// If `mid` is out of bounds.
     pub fn split_at_mut(&mut self, mid: usize) -> (ViewMut<'_, T>, ViewMut<'_, T>) {
-        let len = self.memory.len();
+        let len = self.len();
         assert!(mid <= len, "the buffer must have the elements before `mid`");
         let [first, second] = [0..mid, mid..len].map(|range| ViewMut(Source::Kept(self.part(range), PhantomData)));
         (first, second)
     }
 
     fn part(&self, range: Range<usize>) -> Part<T> {
-        assert!(range.start <= range.end && range.end <= self.memory.len(), "the range must be in the buffer");
-        Part { memory: Arc::clone(&self.memory), first: range.start, len: range.len(), _shared: None }
+        assert!(range.start <= range.end && range.end <= self.len(), "the range must be in the buffer");
+        let first = self.range.start + range.start;
+        Part { memory: Arc::clone(&self.memory), first, len: range.len(), _shared: None }
     }
 }
 
@@ -115,7 +116,7 @@ impl<'a, T> From<&'a CudaSlice<T>> for View<'a, T> {
 
 impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
     fn from(buffer: &'a Buffer<T>) -> Self {
-        buffer.slice(0..buffer.memory.len())
+        buffer.slice(0..buffer.len())
     }
 }
 
@@ -142,7 +143,7 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
 /// ```
 impl<T> From<Arc<Buffer<T>>> for View<'static, T> {
     fn from(buffer: Arc<Buffer<T>>) -> Self {
-        let part = buffer.part(0..buffer.memory.len());
+        let part = buffer.part(0..buffer.len());
         Self(Source::Kept(Part { _shared: Some(buffer), ..part }, PhantomData))
     }
 }
@@ -161,7 +162,7 @@ impl<'a, T> From<&'a mut CudaSlice<T>> for ViewMut<'a, T> {
 
 impl<'a, T> From<&'a mut Buffer<T>> for ViewMut<'a, T> {
     fn from(buffer: &'a mut Buffer<T>) -> Self {
-        buffer.slice_mut(0..buffer.memory.len())
+        buffer.slice_mut(0..buffer.len())
     }
 }
 

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use crate::{
     DType, Element, IntoSlices, Slices, contract,
     cuda::{
-        Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
+        Kernels, LaunchError, Matrix, MatrixMut, Stack, Step, WeightTable,
         kernels::Operation,
         raw::{self, NO_OUTPUTS, RawMatrix, dtype_code, int},
         steps::{Checked, join},
@@ -222,12 +222,35 @@ impl LoraLinear {
         unsafe { self.run_silu_mul(&launch, step.stream) }
     }
 
-    /// Enqueues `y[t] += scaling · B v[t]` for every token whose slot is in the stack, with the `v` that the base GEMM has computed. All
-    /// other rows keep every bit. Does not need a workspace.
+    /// Enqueues `y[t] += scaling · B v[t]` for every token with an adapter, with the `v` that the base GEMM has computed. All other rows keep
+    /// every bit. Does not need a workspace. Enqueues nothing if no token of the step [has an adapter](Step::has_adapters).
     ///
     /// `y` is the output `[tokens, out_features + stacked_rows]` of a GEMM by W′ ([`raw::Stack`]), of bf16 or f16, whose rows are aligned to
-    /// 16 bytes. The columns of the outputs are changed. Tokens whose slot has an adapter that is not in the stack get no delta: use another
-    /// operation for batches that have any.
+    /// 16 bytes. The columns of the outputs are changed. The step's batch is [placed](Stack::place) in the stack.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if an operand does not match the layer, the stack and the step. [`OperandError::NotPlaced`]. Nothing was enqueued.
+    pub fn add_stacked_delta<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        stack: &Stack,
+        mut y: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        let (raw, raw::MatrixMut(matrix)) = (step.raw(), y.shape());
+        let operands: Checked<'_, '_, 1> = stack.check(step, [y.operand()])?;
+        if !step.has_adapters() {
+            self.stacked_args(&raw, stack.raw(), matrix)?;
+            return Ok(());
+        }
+        operands.enqueue(|[y], stream| {
+            let y = raw::MatrixMut(matrix.at(y));
+            // SAFETY: the operands are as `Checked::enqueue` says. The stack has the adapters of the batch.
+            unsafe { self.add_stacked_delta_raw(&raw::Step { stream, ..raw }, stack.raw(), y) }
+        })
+    }
+
+    /// [`add_stacked_delta`](Self::add_stacked_delta) on memory that the engine owns. Tokens whose slot has an adapter that is not in the
+    /// stack get no delta: use another operation for batches that have any.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer, the stack and the step. Nothing was enqueued.
@@ -245,9 +268,29 @@ impl LoraLinear {
         unsafe { self.kernels.launch(ffi::aril_stacked_expand, &args, args.num_tokens, step.stream.as_raw()) }
     }
 
-    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of what
-    /// [`add_stacked_delta_raw`](Self::add_stacked_delta_raw) makes of `y`, in `f32` with one rounding, for every token. `out` is
-    /// `[tokens, out_features / 2]`, with rows aligned to 16 bytes.
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of what [`add_stacked_delta`](Self::add_stacked_delta) makes of
+    /// `y`, in `f32` with one rounding, for every token. `out` is `[tokens, out_features / 2]`, with rows aligned to 16 bytes. In a captured
+    /// step, rows beyond the batch of the last update are unchanged.
+    ///
+    /// # Errors
+    /// As for `add_stacked_delta`; also if the slices are not gate and up.
+    pub fn stacked_silu_mul<T: Element>(
+        &self,
+        step: &mut Step<'_>,
+        stack: &Stack,
+        mut y: Matrix<'_, T>,
+        mut out: MatrixMut<'_, T>,
+    ) -> Result<(), LaunchError> {
+        let (raw, raw::MatrixRef(of_y), raw::MatrixMut(of_out)) = (step.raw(), y.shape(), out.shape());
+        let operands: Checked<'_, '_, 2> = stack.check(step, [y.operand_as("y"), out.operand_as("out")])?;
+        operands.enqueue(|[y, out], stream| {
+            let (y, out) = (raw::MatrixRef(of_y.at(y)), raw::MatrixMut(of_out.at(out)));
+            // SAFETY: as in `add_stacked_delta`.
+            unsafe { self.stacked_silu_mul_raw(&raw::Step { stream, ..raw }, stack.raw(), y, out) }
+        })
+    }
+
+    /// [`stacked_silu_mul`](Self::stacked_silu_mul) on memory that the engine owns.
     ///
     /// # Errors
     /// As for `add_stacked_delta_raw`; also if the slices are not gate and up.

@@ -6,6 +6,7 @@ mod fully_sharded;
 mod fused_linear;
 mod grouping;
 mod linear;
+mod stack;
 
 pub(in crate::cuda) use self::grouping::Groups;
 pub use self::{
@@ -15,4 +16,5 @@ pub use self::{
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping, TopK},
     linear::{LoraLinear, Shrunk},
+    stack::Stack,
 };

@@ -146,6 +146,11 @@ impl RawMatrix {
         Ok(Shape { dtype: self.dtype, extent })
     }
 
+    /// The same matrix at another address.
+    pub(in crate::cuda) fn at(self, ptr: u64) -> Self {
+        Self { ptr, ..self }
+    }
+
     /// Address and row stride.
     pub(in crate::cuda) fn place(&self) -> (*mut c_void, i64) {
         // The stride of a single row is unused and may have any value, which need not be aligned.

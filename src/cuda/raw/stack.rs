@@ -77,15 +77,8 @@ impl Stack {
         stream: Stream,
     ) -> Result<Self, LaunchError> {
         kernels.check_thread()?;
-        for (what, value, max) in [
-            ("positions", positions, MAX_SLOTS),
-            ("the stack's rank", rank, MAX_RANK),
-            ("layers", rows.len(), usize::MAX),
-        ] {
-            if value == 0 || value > max {
-                return Err(PlanError::Limit { what, value, max }.into());
-            }
-        }
+        Self::check_limits(positions, rank)?;
+        check_limit("layers", rows.len(), usize::MAX)?;
         if dtype == DType::F32 {
             return Err(PlanError::DType { operation: "a stack", got: dtype }.into());
         }
@@ -98,7 +91,7 @@ impl Stack {
             let site = model.linear(id).ok_or(PlanError::Foreign)?;
             check_site(site)?;
             let shape = matrix.shape("the stack's rows")?;
-            contract::Linear::check_stack(site, dtype, shape, stacked_rows(site.slices().len(), positions, rank))?;
+            contract::Linear::check_stack(site, dtype, shape, Self::rows_of(site, positions, rank))?;
             matrix.check_alignment("the stack's rows", contract::Linear::STACKED_ALIGNMENT_BYTES)?;
             let (rows, stride) = matrix.place();
             table.push(ffi::aril_stack_layer {
@@ -131,6 +124,16 @@ impl Stack {
         Ok(Self { kernels, model: model.id(), dtype, positions, rank, modules, layers, num_blocks, entries })
     }
 
+    pub(in crate::cuda) fn check_limits(positions: usize, rank: usize) -> Result<(), PlanError> {
+        check_limit("positions", positions, MAX_SLOTS)?;
+        check_limit("the stack's rank", rank, MAX_RANK)
+    }
+
+    /// The rows of a layer.
+    pub(in crate::cuda) fn rows_of(site: &LinearSite, positions: usize, rank: usize) -> usize {
+        stacked_rows(site.slices().len(), positions, rank)
+    }
+
     /// Room for so many adapters.
     pub fn positions(&self) -> usize {
         self.positions
@@ -141,8 +144,8 @@ impl Stack {
         self.rank
     }
 
-    /// Enqueues the copy of the `A` of the slot with this index to a position, or empties the position if none is given. The adapter that was there leaves the stack, and so does
-    /// the slot's at any other position. Neither allocates nor waits.
+    /// Enqueues the copy of the `A` of the slot with this index to a position, or empties the position if none is given. The adapter that
+    /// was there leaves the stack, and so does the slot's at any other position. Neither allocates nor waits.
     ///
     /// Set a slot again when its adapter has been replaced or unloaded: the stack has the addresses of its factors.
     ///
@@ -196,7 +199,7 @@ impl Stack {
         if self.entries.binary_search(&site.first_entry()).is_err() {
             return Err(OperandError::NotStacked);
         }
-        Ok(stacked_rows(site.slices().len(), self.positions, self.rank))
+        Ok(Self::rows_of(site, self.positions, self.rank))
     }
 
     /// The modules of a layer.
@@ -204,6 +207,10 @@ impl Stack {
         let offset = site.first_entry() * self.positions * size_of::<ffi::aril_stacked_module>();
         (self.modules + offset as u64) as *const _
     }
+}
+
+fn check_limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
+    if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
 }
 
 /// Addresses of modules and layers from `start` on, and the bytes of both.

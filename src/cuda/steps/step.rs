@@ -16,6 +16,7 @@ use cudarc::driver::{
 
 use super::{RoutedBatch, Routing};
 use crate::{
+    Slot,
     cuda::{
         LaunchError, Queue, View, ViewMut, WeightTable,
         loading::Loaded,
@@ -40,6 +41,8 @@ pub struct Step<'a> {
     raw: raw::Step,
     loaded: Loaded<'a>,
     has_adapters: bool,
+    /// The stack that has the adapters of the batch.
+    placed: Option<u64>,
     /// Of a captured step. It belongs to the capture, so that moving the step cannot lose it.
     recorder: Option<&'a Recorder>,
     operands: PhantomData<&'a mut ()>,
@@ -58,11 +61,13 @@ struct Recording {
     kept: Vec<Kept>,
     /// Where replays group routes.
     groups: Vec<Arc<Groups>>,
+    /// Stacks that replays need to have the adapters of the batch.
+    stacks: Vec<u64>,
 }
 
 impl Recorder {
     fn new(kept: Vec<Kept>) -> Self {
-        Self { recording: Mutex::new(Recording { kept, groups: Vec::new() }), began: Moment::now() }
+        Self { recording: Mutex::new(Recording { kept, groups: Vec::new(), stacks: Vec::new() }), began: Moment::now() }
     }
 
     fn into_recording(self) -> Recording {
@@ -91,7 +96,7 @@ impl<'a> Step<'a> {
         (loaded, has_adapters): (Loaded<'a>, bool),
         recorder: Option<&'a Recorder>,
     ) -> Self {
-        Self { queue: queue.clone(), raw, loaded, has_adapters, recorder, operands: PhantomData }
+        Self { queue: queue.clone(), raw, loaded, has_adapters, placed: None, recorder, operands: PhantomData }
     }
 
     /// Tokens in the batch, which is the number of rows of `[tokens, ..]` matrices.
@@ -191,6 +196,38 @@ impl<'a> Step<'a> {
                 }
             });
         }
+    }
+
+    /// Rejects the stack of another table.
+    pub(in crate::cuda) fn check_table(&self, weights: &WeightTable) -> Result<(), OperandError> {
+        if self.loaded.is_of(weights) { Ok(()) } else { Err(OperandError::OtherTable) }
+    }
+
+    /// The slots of the batch, without repetitions of the one before; none if they are in device memory.
+    pub(in crate::cuda) fn adapters(&self) -> &'a [Slot] {
+        self.loaded.slots()
+    }
+
+    /// Takes note that a stack has the adapters of the batch.
+    pub(in crate::cuda) fn has_placed(&mut self, stack: u64) {
+        self.placed = Some(stack);
+    }
+
+    /// Rejects a batch with adapters that are not in the stack. A captured step makes its replays do so, and keeps the stack's memory.
+    pub(in crate::cuda) fn check_placed(&self, stack: u64, memory: &[Kept]) -> Result<(), OperandError> {
+        let Some(recorder) = self.recorder else { return self.check_stacks(&[stack]) };
+        recorder.add(|recording| {
+            if !recording.stacks.contains(&stack) {
+                recording.stacks.push(stack);
+                recording.kept.extend_from_slice(memory);
+            }
+        });
+        Ok(())
+    }
+
+    fn check_stacks(&self, stacks: &[u64]) -> Result<(), OperandError> {
+        let is_placed = stacks.iter().all(|stack| self.placed == Some(*stack));
+        if is_placed || !self.has_adapters { Ok(()) } else { Err(OperandError::NotPlaced) }
     }
 
     /// The batch of the step.
@@ -408,7 +445,8 @@ impl Graph {
     /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
     /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
     /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
-    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded)
+    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`OperandError::NotPlaced`](crate::error::OperandError::NotPlaced)
+    /// if it has operations with a stack, in which the batch is not placed, [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded)
     /// as for any operation of the step, [`LaunchError::WrongStream`] if the graph belongs to another queue,
     /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError::Capturing`] if the engine captures the queue's
     /// stream. [`LaunchError::Driver`].
@@ -421,6 +459,7 @@ impl Graph {
         if step.has_adapters() && !self.has_adapters {
             return Err(LaunchError::WithoutAdapters);
         }
+        step.check_stacks(&self.recording.stacks)?;
         step.loaded.check()?;
         step.prepare()?;
         self.recording.groups.iter().for_each(|groups| groups.replay());
