@@ -29,6 +29,7 @@ use aril::{
     model::TpRank,
     plan::{Capacity, MAX_FORWARD_TOKENS},
     pool::{AdapterId, Lease, Load, PoolConfig, PoolError, Source, StreamId},
+    routing::Batch,
 };
 use clap::Parser;
 use cudarc::{
@@ -52,8 +53,8 @@ use crate::{
     device::{BlockTable, Device as _, Slots},
     dummy,
     engine::{
-        Capture as _, Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
-        graph::{Batch, Captured, Drawn, Tables, Variant},
+        Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
+        graph::{self, Captured, Drawn, Rows, Tables, Variant},
         ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
@@ -132,6 +133,9 @@ pub struct Arguments {
     /// The ranks of adapters, which change all linear layers of a layer. Prefills have the first
     #[arg(long, value_delimiter = ',', default_values_t = [16, 64])]
     pub ranks: Vec<usize>,
+    /// The adapters that the stack has room for, of the largest rank; 0 for no stack
+    #[arg(long, default_value_t = 8)]
+    pub stack: usize,
     /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed alone
     #[arg(long, conflicts_with = "out")]
     pub max_rank: Option<usize>,
@@ -221,6 +225,8 @@ struct Figure {
     rank: usize,
     /// Whether layers run base weights and adapters in one launch; if not, cuBLASLt's GEMMs and launches for deltas.
     fused: bool,
+    /// Whether cuBLASLt's GEMMs have the rows of the stack.
+    stacked: bool,
     /// The fewest bytes that the step reads without adapters: base weights, and keys and values.
     bytes: u64,
     replays: usize,
@@ -423,6 +429,7 @@ fn measure_model(
     let pool = PoolConfig::arena_bytes(arena_bytes).host_bytes(2 * most_bytes.max(1 << 20)).packers(16);
     let (pool, table) = device.pool(&described.model, capacity, pool)?;
     let model = random_model(device, &config, &described, table, max_tokens)?;
+    let model = if arguments.stack > 0 { model.stacked((arguments.stack, max_rank))? } else { model };
     record.print(&format!(
         "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {most} has {} MB",
         start.elapsed().as_secs_f64(),
@@ -768,6 +775,27 @@ fn measure_host(
     Ok(())
 }
 
+/// How the linear layers of a step run.
+#[derive(Clone, Copy, PartialEq)]
+enum Base {
+    /// GEMMs, and launches for deltas.
+    Gemm,
+    /// Base weights and adapters in one launch, where that is fastest.
+    Fused,
+    /// GEMMs with the rows of the stack.
+    Stacked,
+}
+
+impl Base {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Gemm => "gemm",
+            Self::Fused => "fused",
+            Self::Stacked => "stack",
+        }
+    }
+}
+
 /// The steps of one size.
 struct Timer<'a, 'm> {
     device: &'a Cuda<bf16>,
@@ -788,28 +816,34 @@ impl Timer<'_, '_> {
             block_rows: u32::try_from(BLOCK_ROWS)?,
             spare_row: u32::try_from(batch * columns * BLOCK_ROWS)?,
         };
-        let mut operands = Batch::new(self.device, batch, tables)?;
-        let mut capture = |has_adapters, is_fused| {
+        let mut operands = graph::Batch::new(self.device, batch, tables)?;
+        let mut capture = |has_adapters, base| {
+            let stacked = if base == Base::Stacked { Rows::Deltas } else { Rows::None };
             let captured = Captured::new(
                 (self.model, Slots::Pool(&adapters.pool)),
                 self.session,
                 &operands,
-                Variant { has_adapters, is_fused },
+                Variant { has_adapters, is_fused: base == Base::Fused, stacked },
             )?;
             captured.ok_or_else(|| Error::new("the device has no graphs"))
         };
         let mut kinds = Vec::new();
-        for is_fused in [false, true] {
-            if !is_fused || batch <= MAX_FORWARD_TOKENS {
-                kinds.push((is_fused, capture(false, is_fused)?, capture(true, is_fused)?));
+        for base in [Base::Gemm, Base::Fused, Base::Stacked] {
+            let is_there = match base {
+                Base::Gemm => true,
+                Base::Fused => batch <= MAX_FORWARD_TOKENS,
+                Base::Stacked => self.model.stack.is_some(),
+            };
+            if is_there {
+                kinds.push((base, capture(false, base)?, capture(true, base)?));
             }
         }
         operands.set(self.device, &self.step(tables)?, &Drawn { last: None, sources: &[] })?;
 
         let base = vec![Slot::BASE; batch];
         let mut without = Vec::new();
-        for (is_fused, graph, _) in &mut kinds {
-            without.push(self.time((graph, &adapters.pool), &base, (0, 0, *is_fused), &without, record)?);
+        for (kind, graph, _) in &mut kinds {
+            without.push(self.time((graph, &adapters.pool), &base, (0, 0, *kind), &without, record)?);
         }
         for &rank in &self.arguments.ranks {
             let mut counts: Vec<usize> = [1, 8, batch].into_iter().filter(|&count| count <= batch).collect();
@@ -824,8 +858,11 @@ impl Timer<'_, '_> {
                     continue;
                 };
                 let slots: Vec<Slot> = leases.iter().map(Lease::slot).cycle().take(batch).collect();
-                for ((is_fused, _, graph), own) in kinds.iter_mut().zip(&without) {
-                    self.time((graph, &adapters.pool), &slots, (count, rank, *is_fused), &[without[0], *own], record)?;
+                for ((kind, _, graph), own) in kinds.iter_mut().zip(&without) {
+                    if *kind == Base::Stacked && count > self.arguments.stack {
+                        continue;
+                    }
+                    self.time((graph, &adapters.pool), &slots, (count, rank, *kind), &[without[0], *own], record)?;
                 }
                 adapters.give_back(leases)?;
             }
@@ -851,18 +888,21 @@ impl Timer<'_, '_> {
         &mut self,
         (captured, pool): (&mut Captured<Cuda<bf16>>, &aril::cuda::AdapterPool),
         slots: &[Slot],
-        (count, rank, fused): (usize, usize, bool),
+        (count, rank, base): (usize, usize, Base),
         others: &[f64],
         record: &mut Record,
     ) -> Result<f64> {
         let (device, buffers) = (self.device, &mut self.session.buffers);
         let limit = Duration::from_millis(self.arguments.figure_ms);
         let mut us = measure_runs(device, self.arguments.replays, limit, || {
-            device.replay(&mut captured.graph, Slots::Pool(pool), buffers, slots)
+            let mut step = Cuda::<bf16>::start(Slots::Pool(pool), buffers, &Batch::new(slots))?;
+            if let (Base::Stacked, Some(stack)) = (base, &self.model.stack) {
+                stack.borrow_mut().place(&mut step)?;
+            }
+            Ok(captured.graph.replay(&mut step)?)
         })?;
         let [p50_us, p90_us] = [50, 90].map(|percent| percentile(&mut us, percent));
         let Self { name, batch, context, bytes, .. } = *self;
-        let base = if fused { "fused" } else { "gemm" };
         let floor_us = bytes as f64 / record.meta.read_gb_per_s / 1e3;
         let added: Vec<String> = match count {
             0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
@@ -873,7 +913,8 @@ impl Timer<'_, '_> {
             }
         };
         record.print(&format!(
-            "{context:>7} {batch:>5} {count:>8} {rank:>4} {base:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
+            "{context:>7} {batch:>5} {count:>8} {rank:>4} {:>6} {p50_us:>10.1} {p90_us:>10.1} {}",
+            base.name(),
             added.join(" ")
         ));
         let (model, replays) = (name.to_owned(), us.len());
@@ -883,7 +924,8 @@ impl Timer<'_, '_> {
             context,
             adapters: count,
             rank,
-            fused,
+            fused: base == Base::Fused,
+            stacked: base == Base::Stacked,
             bytes,
             replays,
             p50_us,

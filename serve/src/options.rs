@@ -3,13 +3,14 @@
 use std::{env, path::PathBuf, str::FromStr};
 
 use aril::DType;
-use clap::{Parser, ValueEnum};
+use clap::{Parser, ValueEnum, builder::RangedU64ValueParser};
 use serde::Deserialize;
 
 use crate::{
     DeviceArg,
     error::{Context, Error, Result, bail},
     files,
+    model::STACK,
 };
 
 /// Serves a Qwen3 and its LoRA adapters with the OpenAI API.
@@ -72,6 +73,13 @@ pub struct Options {
     /// The largest rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_lora_rank: usize,
+    /// The most adapters of a step whose A the GPU multiplies by with the base weights, in steps of more than 32 tokens of 16 bits; 0 for
+    /// none. Steps of more adapters, or of one of a higher rank than --stacked-lora-rank, take longer
+    #[arg(long, value_name = "N", default_value_t = STACK.0, value_parser = up_to_1024())]
+    pub stacked_loras: usize,
+    /// The largest rank of such an adapter. Each of --stacked-loras has as many rows in every base weight
+    #[arg(long, value_name = "N", default_value_t = STACK.1, value_parser = up_to_1024())]
+    pub stacked_lora_rank: usize,
     /// Memory on the device of each rank for adapters
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub arena_mib: usize,
@@ -235,6 +243,11 @@ fn api_key(arg: &str) -> std::result::Result<String, String> {
         key if key.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(key.into()),
         _ => Err("a key has printable ASCII characters without spaces, as a header can have them".into()),
     }
+}
+
+/// What the library has room for in a stack, and more than a base weight has.
+fn up_to_1024() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(0..=1024)
 }
 
 fn at_least_one(arg: &str) -> std::result::Result<usize, String> {

@@ -72,6 +72,8 @@ pub(crate) struct Setup {
     pub(crate) sizes: Sizes,
     pub(crate) max_rank: usize,
     pub(crate) slots: usize,
+    /// The adapters in the model's stack, and their largest rank; no adapters for no stack.
+    pub(crate) stack: (usize, usize),
     pub(crate) pool: PoolConfig,
     /// Where the tokens of each step are recorded.
     pub(crate) step_tokens: Histogram,
@@ -367,7 +369,9 @@ impl Setup {
     /// A rank's part of the model, whose adapters are in `table`.
     fn model<'d, D: Capture>(&self, device: &'d D, described: &Described, table: D::Adapters) -> Result<Model<'d, D>> {
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
-        Model::new(device, &self.config, described, weights, table, self.sizes.limits.step_tokens)
+        let tokens = self.sizes.limits.step_tokens;
+        let model = Model::new(device, &self.config, described, weights, table, tokens)?;
+        if self.stack.0 > 0 { model.stacked(self.stack) } else { Ok(model) }
     }
 
     /// A rank's part of the group's pool, and the table whose slots it fills.

@@ -100,6 +100,9 @@ pub struct Step {
     pub rank: usize,
     /// Whether layers run base weights and adapters in one launch; if not, cuBLASLt's GEMMs and launches for deltas.
     pub fused: bool,
+    /// Whether cuBLASLt's GEMMs have the rows of the stack.
+    #[serde(default)]
+    pub stacked: bool,
     /// The fewest bytes that the step reads without adapters.
     pub bytes: u64,
     pub replays: usize,
@@ -200,7 +203,7 @@ impl Record {
     fn steps(&self) -> Vec<(&Step, &Meta)> {
         self.last(
             |run| &run.steps,
-            |step| (&step.model, step.batch, step.context, step.adapters, step.rank, step.fused),
+            |step| (&step.model, step.batch, step.context, step.adapters, step.rank, step.fused, step.stacked),
         )
     }
 
@@ -240,7 +243,7 @@ impl Record {
             let of = Of { steps: &steps, model, context, batch };
             let mut row = vec![model.to_owned(), context.to_string(), batch.to_string()];
             for is_fused in [false, true] {
-                let base = of.find(0, 0, is_fused);
+                let base = of.find(0, 0, (is_fused, false));
                 row.push(base.map_or_else(String::new, |(step, _)| format!("{:.0}", step.p50_us)));
                 let share = |(step, meta): (&Step, &Meta)| step.bytes as f64 / meta.read_gb_per_s / 1e3 / step.p50_us;
                 row.push(base.map_or_else(String::new, |base| format!("{:.2}", share(base))));
@@ -398,19 +401,19 @@ struct Best {
 }
 
 impl<'a> Of<'a> {
-    fn find(&self, adapters: usize, rank: usize, is_fused: bool) -> Option<(&'a Step, &'a Meta)> {
+    fn find(&self, adapters: usize, rank: usize, how: (bool, bool)) -> Option<(&'a Step, &'a Meta)> {
         let is_it = |(step, _): &&(&Step, &Meta)| {
             (step.model.as_str(), step.context, step.batch) == (self.model, self.context, self.batch)
-                && (step.adapters, step.rank, step.fused) == (adapters, rank, is_fused)
+                && (step.adapters, step.rank, (step.fused, step.stacked)) == (adapters, rank, how)
         };
         self.steps.iter().find(is_it).copied()
     }
 
     fn best(&self, adapters: usize, rank: usize) -> Option<Best> {
-        let gemm = self.find(0, 0, false).map(|(step, _)| step.p50_us);
-        let ways = [false, true].into_iter().filter_map(|is_fused| {
-            let us = self.find(adapters, rank, is_fused)?.0.p50_us;
-            let own = self.find(0, 0, is_fused)?.0.p50_us;
+        let gemm = self.find(0, 0, (false, false)).map(|(step, _)| step.p50_us);
+        let ways = [(false, false), (true, false), (false, true)].into_iter().filter_map(|how| {
+            let us = self.find(adapters, rank, how)?.0.p50_us;
+            let own = self.find(0, 0, how)?.0.p50_us;
             Some(Best { us, over_gemm: gemm.map(|gemm| us / gemm - 1.0), over_own: us / own - 1.0 })
         });
         ways.min_by(|a, b| a.us.total_cmp(&b.us))

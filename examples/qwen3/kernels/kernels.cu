@@ -83,14 +83,14 @@ __device__ __forceinline__ void for_part(int64_t cols, F f) {
 // x += y, rounded, if there is a y; out = x / rms(x), rounded, times weight, rounded.
 template <typename T, int kWidth>
 __device__ void add_rms_norm_of(T* x,             // [rows, cols]
-                                const T* y,       // [rows, cols], or null
+                                const T* y,       // [rows, y_stride], or null
                                 const T* weight,  // [cols]
                                 T* out,           // [rows, cols]
-                                int64_t cols, float eps) {
+                                int64_t cols, int64_t y_stride, float eps) {
   using Vec = Vector<T, kWidth>;
   constexpr int kHeld = 4;  // sums of a thread that stay in registers
   Vec* const sums = reinterpret_cast<Vec*>(x + blockIdx.x * cols);
-  const Vec* const added = reinterpret_cast<const Vec*>(y + blockIdx.x * cols);
+  const Vec* const added = reinterpret_cast<const Vec*>(y + blockIdx.x * y_stride);
   const Vec* const weights = reinterpret_cast<const Vec*>(weight);
   Vec* const results = reinterpret_cast<Vec*>(out + blockIdx.x * cols);
   const int64_t vectors = cols / kWidth;
@@ -144,13 +144,14 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
 }
 
 template <typename T>
-__device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) {
+__device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols,
+                             int64_t y_stride, float eps) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
-  if (cols % kWide<T> == 0) {
-    add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, eps);
+  if (cols % kWide<T> == 0 && y_stride % kWide<T> == 0) {
+    add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, y_stride, eps);
   } else {
-    add_rms_norm_of<T, 1>(x, y, weight, out, cols, eps);
+    add_rms_norm_of<T, 1>(x, y, weight, out, cols, y_stride, eps);
   }
 }
 
@@ -235,7 +236,7 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
 // token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes
 // heads.
 template <typename T>
-__device__ void rotate_and_append(T* qkv,           // [tokens, (query_heads + 2 kv_heads) * dim]
+__device__ void rotate_and_append(T* qkv,           // [tokens, stride]: (query_heads + 2 kv_heads) * dim
                                   const T* q_norm,  // [dim]
                                   const T* k_norm,  // [dim]
                                   const T* cos,     // [positions, dim / 2]
@@ -244,12 +245,13 @@ __device__ void rotate_and_append(T* qkv,           // [tokens, (query_heads + 2
                                   const int32_t* rows,       // [tokens]
                                   T* keys,                   // [cache rows, kv_heads * dim]
                                   T* values,                 // [cache rows, kv_heads * dim]
-                                  int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {
+                                  int64_t stride, int64_t query_heads, int64_t kv_heads,
+                                  int64_t dim, float eps) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
   const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
   const int64_t head = int64_t{blockIdx.y} * (kThreads / kHeadLanes) + threadIdx.x / kHeadLanes;
-  T* const x = qkv + (token * heads + min(head, heads - 1)) * dim;
+  T* const x = qkv + token * stride + min(head, heads - 1) * dim;
   const bool is_query = head < query_heads, is_value = head >= query_heads + kv_heads;
   const int64_t row = rows[token] * kv_heads * dim;
   if (is_value && head < heads) {
@@ -388,12 +390,12 @@ __device__ void silu_mul(const T* gate_up,       // [rows, 2 * cols]: gates, the
 // y += x, rounded.
 template <typename T>
 __device__ void add(T* y,        // [rows, cols]
-                    const T* x,  // [rows, cols]
-                    int64_t cols) {
+                    const T* x,  // [rows, x_stride]
+                    int64_t cols, int64_t x_stride) {
   for_part<T>(cols, [&](int64_t col, auto width) {
     using Vec = Vector<T, decltype(width)::value>;
     Vec* const sums = reinterpret_cast<Vec*>(y + blockIdx.x * cols + col);
-    const Vec more = *reinterpret_cast<const Vec*>(x + blockIdx.x * cols + col);
+    const Vec more = *reinterpret_cast<const Vec*>(x + blockIdx.x * x_stride + col);
     Vec vec = *sums;
 #pragma unroll
     for (int i = 0; i < decltype(width)::value; ++i) {
@@ -473,15 +475,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // The kernels of an element type, by the names they are loaded by.
 #define KERNELS(T, suffix)                                                                        \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols, float eps) { \
-    add_rms_norm(x, y, weight, out, cols, eps);                                                   \
+      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols,              \
+                            int64_t y_stride, float eps) {                                        \
+    add_rms_norm(x, y, weight, out, cols, y_stride, eps);                                         \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(              \
       T* qkv, const T* q_norm, const T* k_norm, const T* cos, const T* sin,                       \
-      const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t query_heads,     \
-      int64_t kv_heads, int64_t dim, float eps) {                                                 \
-    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, query_heads,  \
-                      kv_heads, dim, eps);                                                        \
+      const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t stride,          \
+      int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {                            \
+    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, stride,       \
+                      query_heads, kv_heads, dim, eps);                                           \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads) attend_##suffix(                         \
       const T* qkv, const T* keys, const T* values, const int32_t* positions,                     \
@@ -495,8 +498,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     silu_mul(gate_up, tokens, out, cols);                                                         \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      add_##suffix(T* y, const T* x, int64_t cols) {                                              \
-    add(y, x, cols);                                                                              \
+      add_##suffix(T* y, const T* x, int64_t cols, int64_t x_stride) {                            \
+    add(y, x, cols, x_stride);                                                                    \
   }                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads) gather_##suffix(                         \
       const T* table, const int32_t* rows, T* out, int64_t table_rows, int64_t cols) {            \

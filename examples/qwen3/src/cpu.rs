@@ -25,6 +25,7 @@ use crate::{
     device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
     error::{Error, Result},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    forward::Stacked,
     group::Rank,
 };
 
@@ -128,6 +129,7 @@ impl<T: Element> Device for Cpu<T> {
     type Tiers = cpu::Tiers;
     type LoraLinear = LoraLinear;
     type FusedLinear<'a> = Infallible;
+    type Stack = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
     type LoraExperts = cpu::LoraExperts;
     type Buffers = cpu::Workspace;
@@ -183,6 +185,14 @@ impl<T: Element> Device for Cpu<T> {
         match *fused {}
     }
 
+    fn is_fastest_stacked(&self, stack: &Infallible, _: usize) -> bool {
+        match *stack {}
+    }
+
+    fn place(&self, stack: &mut Infallible, _: &mut cpu::Step<'_>) -> Result<bool> {
+        match *stack {}
+    }
+
     fn lora_embedding(&self, adapters: &cpu::WeightTable, id: EmbeddingId) -> Result<cpu::LoraEmbedding> {
         Ok(cpu::LoraEmbedding::new(adapters, id)?)
     }
@@ -215,8 +225,9 @@ impl<T: Element> Device for Cpu<T> {
         x: &Tensor<T>,
         (base, layer): (&Weight, &LoraLinear),
         step: &mut cpu::Step<'_>,
+        _: Stacked<'_, Self>,
     ) -> Result<Tensor<T>> {
-        let mut y = self.gemm(x, base)?;
+        let mut y = self.gemm(x, base, Stacked::No)?;
         let (layer, exchange, max_rank) = match layer {
             LoraLinear::Whole(layer) => {
                 layer.add_delta(step, x.view()?, y.view_mut()?)?;
@@ -299,7 +310,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: table.cols, data })
     }
 
-    fn gemm(&self, x: &Tensor<T>, weight: &Weight) -> Result<Tensor<T>> {
+    fn gemm(&self, x: &Tensor<T>, weight: &Weight, _: Stacked<'_, Self>) -> Result<Tensor<T>> {
         Ok(Tensor { cols: weight.rows, data: product(&x.data, weight) })
     }
 
@@ -397,7 +408,7 @@ impl<T: Element> Device for Cpu<T> {
         normalized: bool,
         held: Range<usize>,
     ) -> Result<Routes> {
-        Routes::new(&self.gemm(x, router)?, top_k, normalized, held)
+        Routes::new(&self.gemm(x, router, Stacked::No)?, top_k, normalized, held)
     }
 
     fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {

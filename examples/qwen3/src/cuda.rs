@@ -5,7 +5,7 @@
 //! stream or, while a step is captured, on that of the capture, and only copies to the host wait for it.
 //!
 //! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by shape; steps of
-//! few tokens take the library's fused linear and the example's own router instead; steps of many tokens have the deltas of gate and up
+//! few tokens take the library's fused linear and the example's own router instead; steps of more have the deltas of gate and up
 //! within SiLU·mul, which then rounds once; and with many routes deltas are added before the activation and the combine instead of
 //! fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels. But how a
 //! prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and another for
@@ -32,7 +32,7 @@ use aril::{
         self, AdapterPool, Buffer, FullyShardedLinear, FusedLinear, Grouping, Kernels, LaunchError, LoraEmbedding,
         LoraExperts, LoraLinear, Queue, Routing, WeightTable, Workspace, raw::Stream,
     },
-    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
+    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, SliceSite, TpRank},
     plan::{Capacity, ForwardPlan, Mode, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -65,7 +65,7 @@ use crate::{
     device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
-    forward::Inputs,
+    forward::{FUSED_TOKENS, Inputs, Stacked},
     group::Rank,
     kernels::{HEADS, IMAGE, THREADS, grouped_gemm, parts},
 };
@@ -129,6 +129,9 @@ const MANY_TOKENS: usize = 512;
 /// The ranks of few adapters: eight of rank 16.
 const FEW_RANKS: usize = 128;
 
+/// With stacks of higher ranks, steps of many tokens take longer than with deltas of their own launches.
+const LOW_RANK: usize = 32;
+
 /// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
 
@@ -136,6 +139,10 @@ const STEPS_IN_FLIGHT: usize = 2;
 pub struct Matrix<T: 'static> {
     rows: usize,
     cols: usize,
+    /// Elements between the beginnings of rows: more than `cols` if v follows.
+    stride: usize,
+    /// Of a base weight, the rows of the stack behind its own.
+    stacked: usize,
     data: Memory<T>,
     /// For the example's own kernels.
     pub address: u64,
@@ -256,6 +263,20 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         })
     }
 
+    /// The uninitialized output of a layer. With `stacked`, its rows have room for v.
+    fn output(&self, rows: usize, base: &Matrix<T>, stacked: bool) -> Result<Matrix<T>> {
+        let stride = base.rows + if stacked { base.stacked } else { 0 };
+        Ok(Matrix { cols: base.rows, ..self.alloc(rows, stride)? })
+    }
+
+    /// `x Wᵀ`, with the columns of v if `stacked`.
+    fn product(&self, x: &Matrix<T>, base: &Matrix<T>, stacked: bool) -> Result<Matrix<T>> {
+        let mut y = self.output(x.rows, base, stacked)?;
+        self.gemm.run(self.stream.get(), x, base, &mut y, 0.0)?;
+        self.lets_next_start.set(false);
+        Ok(y)
+    }
+
     /// An uninitialized matrix, which must be written before it is read.
     fn alloc<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
         if !self.is_on_arena.get() {
@@ -267,7 +288,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             None => self.arena.own(Buffer::from_slice(&self.queue, self.slice(rows, cols)?)?, len),
         };
         let address = data.device_ptr();
-        Ok(Matrix { rows, cols, data, address })
+        Ok(Matrix { rows, cols, stride: cols, stacked: 0, data, address })
     }
 
     fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {
@@ -289,7 +310,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     fn matrix<V: DeviceRepr>(&self, rows: usize, cols: usize, slice: CudaSlice<V>) -> Result<Matrix<V>> {
         let data = Buffer::from_slice(&self.queue, slice)?;
         let address = data.device_ptr();
-        Ok(Matrix { rows, cols, data: data.into(), address })
+        Ok(Matrix { rows, cols, stride: cols, stacked: 0, data: data.into(), address })
     }
 
     /// Waits until all ranks have come this far.
@@ -371,9 +392,9 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     /// Adds `y` to `x`, and normalizes the sum.
     fn normalize(&self, x: &Matrix<T>, y: Option<&Matrix<T>>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
         let out = self.alloc(x.rows, x.cols)?;
-        let y = y.map_or(0, |y| y.address);
+        let (of_y, stride) = y.map_or((0, x.cols), |y| (y.address, y.stride));
         let mut kernel = self.consumer(&self.functions.add_rms_norm);
-        kernel.arg(&x.address).arg(&y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&eps);
+        kernel.arg(&x.address).arg(&of_y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&stride).arg(&eps);
         launch(kernel, x.rows, 1)?;
         Ok(out)
     }
@@ -542,19 +563,39 @@ impl<V> Matrix<V> {
         self.data.slice(0..self.len())
     }
 
+    /// All elements, with those between rows.
+    fn extent(&self) -> usize {
+        self.rows * self.stride
+    }
+
     /// The matrix as the library's operand.
     fn operand(&self) -> Result<cuda::Matrix<'_, V>>
     where
         V: Element,
     {
-        Ok(cuda::Matrix::new(self.view(), self.rows, self.cols)?)
+        Ok(cuda::Matrix::strided(self.data.slice(0..self.extent()), self.rows, self.cols, self.stride)?)
     }
 
     fn operand_mut(&mut self) -> Result<cuda::MatrixMut<'_, V>>
     where
         V: Element,
     {
-        Ok(cuda::MatrixMut::new(&mut *self.data, self.rows, self.cols)?)
+        Ok(cuda::MatrixMut::strided(&mut *self.data, self.rows, self.cols, self.stride)?)
+    }
+
+    /// The matrix with its columns of v.
+    fn stacked(&self) -> Result<cuda::Matrix<'_, V>>
+    where
+        V: Element,
+    {
+        Ok(cuda::Matrix::new(self.data.slice(0..self.extent()), self.rows, self.stride)?)
+    }
+
+    fn stacked_mut(&mut self) -> Result<cuda::MatrixMut<'_, V>>
+    where
+        V: Element,
+    {
+        Ok(cuda::MatrixMut::new(&mut *self.data, self.rows, self.stride)?)
     }
 }
 
@@ -614,6 +655,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Tiers = cuda::Tiers;
     type LoraLinear = Linear;
     type FusedLinear<'a> = Fused<'a, T>;
+    type Stack = cuda::Stack;
     type LoraEmbedding = LoraEmbedding;
     type LoraExperts = LoraExperts;
     type Buffers = Buffers;
@@ -684,6 +726,44 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         layer.plan().fastest_mode(tokens, FEW_RANKS, Some(fused.layer.plan())) == Mode::Fused
     }
 
+    /// Copies the base weights to where there are rows behind them.
+    fn stack<'a>(
+        &self,
+        adapters: &WeightTable,
+        bounds: (usize, usize),
+        layers: impl Iterator<Item = (&'a mut Matrix<T>, LinearId, &'a Linear)>,
+    ) -> Result<Option<cuda::Stack>> {
+        if T::DTYPE == DType::F32 {
+            return Ok(None);
+        }
+        let mut rows = Vec::new();
+        for (base, id, layer) in layers {
+            let Linear::Whole(layer) = layer else { continue };
+            let outputs = adapters.model()[id].slices().iter().map(SliceSite::out_features);
+            if !outputs.chain([base.cols]).all(|size| size.is_multiple_of(8)) {
+                continue;
+            }
+            let stacked = layer.plan().stacked_rows(bounds.0, bounds.1);
+            let mut data = Buffer::from_slice(&self.queue, self.slice(base.rows + stacked, base.cols)?)?;
+            self.queue.copy(base.view(), &mut data)?;
+            let of_stack = data.split_off(base.len());
+            let (address, bytes) = (of_stack.device_ptr(), of_stack.len() * size_of::<T>());
+            // SAFETY: the memory has this many bytes and is used on this stream only. Zeros are a valid value.
+            unsafe { memset_d8_async(address, 0, bytes, self.queue.stream().cu_stream()) }?;
+            *base = Matrix { stacked, address: data.device_ptr(), data: data.into(), ..*base };
+            rows.push((id, of_stack));
+        }
+        if rows.is_empty() { Ok(None) } else { Ok(Some(cuda::Stack::new(adapters, bounds, rows)?)) }
+    }
+
+    fn is_fastest_stacked(&self, stack: &cuda::Stack, tokens: usize) -> bool {
+        tokens > FUSED_TOKENS && (tokens <= MANY_TOKENS || stack.rank() <= LOW_RANK)
+    }
+
+    fn place(&self, stack: &mut cuda::Stack, step: &mut cuda::Step<'_>) -> Result<bool> {
+        Ok(stack.place(step)?)
+    }
+
     fn lora_embedding(&self, adapters: &WeightTable, id: EmbeddingId) -> Result<LoraEmbedding> {
         Ok(LoraEmbedding::new(adapters, id)?)
     }
@@ -714,15 +794,24 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         x: &Matrix<T>,
         (base, layer): (&Matrix<T>, &Linear),
         step: &mut cuda::Step<'_>,
+        stacked: Stacked<'_, Self>,
     ) -> Result<Matrix<T>> {
         let (layer, exchange, max_rank) = match layer {
             Linear::Whole(layer) => {
+                if let Stacked::Deltas(stack) = stacked
+                    && base.stacked > 0
+                {
+                    let mut y = self.product(x, base, true)?;
+                    layer.add_stacked_delta(step, stack, y.stacked_mut()?)?;
+                    self.lets_next_start.set(true);
+                    return Ok(y);
+                }
                 if x.rows > MANY_TOKENS {
-                    let mut y = self.gemm(x, base)?;
+                    let mut y = self.product(x, base, stacked.has_rows())?;
                     layer.add_delta(step, x.operand()?, y.operand_mut()?)?;
                     return Ok(y);
                 }
-                let mut y = self.alloc(x.rows, base.rows)?;
+                let mut y = self.output(x.rows, base, stacked.has_rows())?;
                 layer.write_delta(step, x.operand()?, y.operand_mut()?)?;
                 self.gemm.run(self.stream.get(), x, base, &mut y, 1.0)?;
                 self.lets_next_start.set(false);
@@ -731,7 +820,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
             Linear::FullySharded { layer, exchange, max_rank } => (layer, exchange, *max_rank),
         };
         let Some(nccl) = &self.nccl else { bail!("a fully sharded layer needs the other ranks") };
-        let mut y = self.gemm(x, base)?;
+        let mut y = self.product(x, base, false)?;
         let [rows, cols] = exchange.sent(x.rows, max_rank);
         let mut v = self.alloc::<f32>(rows, cols)?;
         layer.shrink(step, x.operand()?, v.operand_mut()?)?;
@@ -763,13 +852,21 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         x: &Matrix<T>,
         (base, layer): (&Matrix<T>, &Linear),
         step: &mut cuda::Step<'_>,
+        stacked: Stacked<'_, Self>,
     ) -> Result<Option<Matrix<T>>> {
         let Linear::Whole(layer) = layer else { return Ok(None) };
-        if x.rows <= MANY_TOKENS || T::DTYPE == DType::F32 {
+        let has_rows = stacked.has_rows() && base.stacked > 0;
+        if T::DTYPE == DType::F32 || !has_rows && x.rows <= MANY_TOKENS {
             return Ok(None);
         }
-        let y = self.gemm(x, base)?;
+        let y = self.product(x, base, has_rows)?;
         let mut out = self.alloc(y.rows, y.cols / 2)?;
+        if let Stacked::Deltas(stack) = stacked
+            && has_rows
+        {
+            layer.stacked_silu_mul(step, stack, y.stacked()?, out.operand_mut()?)?;
+            return Ok(Some(out));
+        }
         layer.shrink(step, x.operand()?)?.silu_mul(y.operand()?, out.operand_mut()?)?;
         Ok(Some(out))
     }
@@ -863,11 +960,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.gather(table, ids)
     }
 
-    fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>) -> Result<Matrix<T>> {
-        let mut y = self.alloc(x.rows, weight.rows)?;
-        self.gemm.run(self.stream.get(), x, weight, &mut y, 0.0)?;
-        self.lets_next_start.set(false);
-        Ok(y)
+    fn gemm(&self, x: &Matrix<T>, weight: &Matrix<T>, stacked: Stacked<'_, Self>) -> Result<Matrix<T>> {
+        self.product(x, weight, stacked.has_rows())
     }
 
     fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
@@ -890,7 +984,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         let mut kernel = self.consumer(&self.functions.rotate_and_append);
         kernel.arg(&qkv.address).arg(&norms.q.address).arg(&norms.k.address);
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
-        kernel.arg(&cache.keys.address).arg(&cache.values.address);
+        kernel.arg(&cache.keys.address).arg(&cache.values.address).arg(&qkv.stride);
         kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
         launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))?;
         self.lets_next_start.set(true);
@@ -935,7 +1029,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn add(&self, y: &mut Matrix<T>, x: &Matrix<T>) -> Result<()> {
         let mut kernel = self.kernel(&self.functions.add);
-        kernel.arg(&y.address).arg(&x.address).arg(&y.cols);
+        kernel.arg(&y.address).arg(&x.address).arg(&y.cols).arg(&x.stride);
         launch(kernel, y.rows, parts(y.cols * size_of::<T>()))
     }
 

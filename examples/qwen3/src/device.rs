@@ -21,6 +21,7 @@ use crate::{
     config::Heads,
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    forward::Stacked,
     group::Rank,
 };
 
@@ -167,6 +168,8 @@ pub trait Device: Sized + 'static {
     type FusedLinear<'a>
     where
         Self: 'a;
+    /// `aril::cuda::Stack`.
+    type Stack;
     /// `aril::{cpu, cuda}::LoraEmbedding`.
     type LoraEmbedding;
     /// `aril::{cpu, cuda}::LoraExperts`.
@@ -210,6 +213,23 @@ pub trait Device: Sized + 'static {
     ) -> Result<Option<Self::FusedLinear<'a>>>;
     /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few adapters.
     fn is_fastest_fused(&self, layer: &Self::LoraLinear, fused: &Self::FusedLinear<'_>, tokens: usize) -> bool;
+    /// A stack for so many adapters of so high a rank in these layers, whose base weights get its rows; `None` if the device has none.
+    fn stack<'a>(
+        &self,
+        _adapters: &Self::Adapters,
+        _bounds: (usize, usize),
+        _layers: impl Iterator<Item = (&'a mut Self::Weight, LinearId, &'a Self::LoraLinear)>,
+    ) -> Result<Option<Self::Stack>>
+    where
+        Self::Weight: 'a,
+        Self::LoraLinear: 'a,
+    {
+        Ok(None)
+    }
+    /// Whether steps of so many tokens, whatever their adapters, are fastest with the stack.
+    fn is_fastest_stacked(&self, stack: &Self::Stack, tokens: usize) -> bool;
+    /// Brings the adapters of a step into the stack, and returns whether there is room for them.
+    fn place(&self, stack: &mut Self::Stack, step: &mut Self::LoraStep<'_>) -> Result<bool>;
     /// Those of an embedding.
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
     /// Those of the experts of a layer.
@@ -231,6 +251,7 @@ pub trait Device: Sized + 'static {
         x: &Self::Tensor,
         layer: (&Self::Weight, &Self::LoraLinear),
         step: &mut Self::LoraStep<'_>,
+        stacked: Stacked<'_, Self>,
     ) -> Result<Self::Tensor>;
     /// `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`, rounded once.
     fn forward(
@@ -239,13 +260,15 @@ pub trait Device: Sized + 'static {
         step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if `x` has so many rows
-    /// that one operation of the library is faster than two. Whether there is such an operation does not depend on the step's adapters.
+    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if the step has a stack
+    /// or so many rows that one operation of the library is faster than two. Whether there is such an operation does not depend on the step's
+    /// adapters.
     fn gate_up_of_many(
         &self,
         _x: &Self::Tensor,
         _layer: (&Self::Weight, &Self::LoraLinear),
         _step: &mut Self::LoraStep<'_>,
+        _stacked: Stacked<'_, Self>,
     ) -> Result<Option<Self::Tensor>> {
         Ok(None)
     }
@@ -308,7 +331,7 @@ pub trait Device: Sized + 'static {
     /// Row `ids[t]` of the table for each token; zeros if it has no such row.
     fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
     /// `x Wᵀ`, rounded once.
-    fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight) -> Result<Self::Tensor>;
+    fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight, stacked: Stacked<'_, Self>) -> Result<Self::Tensor>;
     /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
     /// `x += y`, rounded, and [`rms_norm`](Self::rms_norm) of it.

@@ -11,6 +11,8 @@
 //! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
 //! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts.
 
+use std::cell::RefCell;
+
 use aril::{Element, Slot};
 
 use crate::{
@@ -78,6 +80,31 @@ impl Fusion {
     }
 }
 
+/// How the layers of a step that are in the stack run.
+pub enum Stacked<'a, D: Device> {
+    /// As those that are not.
+    No,
+    /// By a GEMM of all rows, for the bits that base tokens have beside any adapters, and with deltas as without a stack.
+    Rows,
+    /// By a GEMM of all rows, with deltas of the stack, which has the adapters of the batch.
+    Deltas(&'a D::Stack),
+}
+
+impl<D: Device> Clone for Stacked<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D: Device> Copy for Stacked<'_, D> {}
+
+impl<D: Device> Stacked<'_, D> {
+    /// Whether the GEMM has the rows of the stack.
+    pub fn has_rows(&self) -> bool {
+        !matches!(self, Self::No)
+    }
+}
+
 /// The indices of a step on the device.
 pub struct Inputs<D: Device> {
     /// The id of each token.
@@ -94,6 +121,8 @@ pub struct Lora<'a, 's, D: Device> {
     pub has_adapters: bool,
     /// Which layers run as their fused linears.
     pub fusion: Fusion,
+    /// How the layers in the stack run.
+    pub stacked: Stacked<'a, D>,
 }
 
 impl<D: Device> Lora<'_, '_, D> {
@@ -188,7 +217,15 @@ impl<D: Device> Model<'_, D> {
         let mut lora = device.lora_step(adapters, buffers, &step.slots, &step.scales)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
         let fusion = Fusion::of(step.ids.len());
-        let h = self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, fusion })?;
+        let has_rows = self.has_stacked_rows(step.ids.len());
+        let mut stack = self.stack.as_ref().filter(|_| has_rows).map(RefCell::borrow_mut);
+        let is_placed = stack.as_deref_mut().map(|stack| device.place(stack, &mut lora)).transpose()?;
+        let stacked = match (&stack, is_placed) {
+            (Some(stack), Some(true)) => Stacked::Deltas(&**stack),
+            (Some(_), _) => Stacked::Rows,
+            (None, _) => Stacked::No,
+        };
+        let h = self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, fusion, stacked })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -197,7 +234,12 @@ impl<D: Device> Model<'_, D> {
         let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
         let fusion = Fusion::of(step.sampled.len());
-        self.logits(state, &h, &mut Lora { step: &mut lora, has_adapters, fusion })
+        self.logits(state, &h, &mut Lora { step: &mut lora, has_adapters, fusion, stacked: Stacked::No })
+    }
+
+    /// Whether the GEMMs of steps of so many tokens have the rows of the stack.
+    pub fn has_stacked_rows(&self, tokens: usize) -> bool {
+        self.stack.as_ref().is_some_and(|stack| self.device.is_fastest_stacked(&stack.borrow(), tokens))
     }
 
     /// Uploads the indices of a step.
@@ -302,9 +344,9 @@ impl<D: Device> Model<'_, D> {
             return self.device.forward(fused, lora.step, x);
         }
         if lora.has_adapters {
-            return self.device.gemm_with_deltas(x, (base, layer), lora.step);
+            return self.device.gemm_with_deltas(x, (base, layer), lora.step, lora.stacked);
         }
-        self.device.gemm(x, base)
+        self.device.gemm(x, base, lora.stacked)
     }
 
     /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.
@@ -316,7 +358,7 @@ impl<D: Device> Model<'_, D> {
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
-        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step)? {
+        if let Some(out) = device.gate_up_of_many(x, layer.parts(), lora.step, lora.stacked)? {
             return Ok(out);
         }
         device.silu_mul(&self.linear(x, layer.parts(), fused, lora)?)

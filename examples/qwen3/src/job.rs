@@ -30,7 +30,7 @@ use crate::{
     error::{Context, Result, bail},
     generate::{Generation, Limits, Sequence, generate, replay},
     group::{Rank, errors_of_ranks},
-    model::{Described, Model, Split, describe, load},
+    model::{Described, Model, STACK, Split, describe, load},
     pool::{Batch, Batches, pooled},
     report::Row,
     requests::Request,
@@ -195,7 +195,7 @@ impl Job {
                 (Some(pool), (table, Vec::new()))
             }
         };
-        let model = Model::new(device, &self.config, &described, weights, table, tokens)?;
+        let model = Model::new(device, &self.config, &described, weights, table, tokens)?.stacked(STACK)?;
         let start = Instant::now();
         let (generations, batches) = self.serve(&model, pool.as_mut(), &slots, limits)?;
         let elapsed = start.elapsed();
@@ -286,7 +286,7 @@ impl Job {
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
         let (table, _) = load(device, &described.model, &[], tokens, rank)?;
-        let model = Model::new(device, &self.config, described, weights, table, tokens)?;
+        let model = Model::new(device, &self.config, described, weights, table, tokens)?.stacked(STACK)?;
         let mut moved: Vec<Option<Moved>> = vec![None; generations.len()];
         for batch in batches {
             let sequences: Vec<_> = batch.iter().map(|&request| self.sequence(request, Slot::BASE)).collect();

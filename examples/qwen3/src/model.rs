@@ -1,6 +1,6 @@
 //! The model: the base weights on the device, the layers that adapters may change, and the adapters in their slots.
 
-use std::{borrow::Cow, ops::Range, sync::Arc};
+use std::{borrow::Cow, cell::RefCell, ops::Range, sync::Arc};
 
 use aril::{
     Element, Slot,
@@ -19,6 +19,10 @@ use crate::{
     group::Rank,
     stderr::progress,
 };
+
+/// Adapters in the stack of a model, and their largest rank. It does not depend on the adapters that are there, so that the base model has
+/// the same bits beside any.
+pub const STACK: (usize, usize) = (8, 16);
 
 /// A base model and the adapters that run on it.
 pub struct Model<'d, D: Device> {
@@ -45,6 +49,8 @@ pub struct Model<'d, D: Device> {
     pub(crate) head_lora: D::LoraLinear,
     /// The table of the adapters.
     pub adapters: D::Adapters,
+    /// That of the linear layers, if the device has one.
+    pub stack: Option<RefCell<D::Stack>>,
 }
 
 /// A layer of the base model, with its operations for adapters.
@@ -171,7 +177,26 @@ impl<'d, D: Device> Model<'d, D> {
             head_id: sites.head,
             head_lora: device.lora_linear(&table, sites.head)?,
             adapters: table,
+            stack: None,
         })
+    }
+
+    /// Gives the layers a stack for so many adapters of so high a rank, if the device has one.
+    ///
+    /// # Errors
+    ///
+    /// If the device has no memory for it.
+    pub fn stacked(self, bounds: (usize, usize)) -> Result<Self> {
+        let Self { device, adapters, mut layers, .. } = self;
+        let linears = layers.iter_mut().flat_map(|Layer { qkv, o, mlp, .. }| {
+            let of_mlp = match mlp {
+                Mlp::Dense { gate_up, down } => vec![gate_up, down],
+                Mlp::Sparse(_) => Vec::new(),
+            };
+            [qkv, o].into_iter().chain(of_mlp).map(|Linear { base, id, lora }| (base, *id, &*lora))
+        });
+        let stack = device.stack(&adapters, bounds, linears)?.map(RefCell::new);
+        Ok(Self { device, adapters, layers, stack, ..self })
     }
 }
 

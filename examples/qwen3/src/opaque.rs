@@ -6,7 +6,7 @@ use std::fmt;
 use crate::cuda::{self, Cuda};
 use crate::{
     device::{Cache, Device, HeadNorms, Places, Rope, Slots},
-    forward::{Inputs, Lora, Session, State},
+    forward::{Inputs, Lora, Session, Stacked, State},
     model::{Experts, Layer, Linear, Mlp, Model},
 };
 
@@ -28,6 +28,7 @@ opaque! {
     [D: Device] Slots<'_, D>;
     [D: Device] Inputs<D>;
     [D: Device] Lora<'_, '_, D>;
+    [D: Device] Stacked<'_, D>;
     ['m, D: Device + 'm] Session<'m, D>;
     ['m, D: Device + 'm] State<'m, D>;
     [D: Device] Model<'_, D>;

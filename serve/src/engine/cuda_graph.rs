@@ -2,7 +2,7 @@
 
 use aril::{
     Element, Slot,
-    cuda::{Buffer, Graph, PinnedBuffer, Step},
+    cuda::{Buffer, Graph, PinnedBuffer, Stack, Step},
     routing::Batch,
 };
 use cudarc::driver::DeviceRepr;
@@ -46,12 +46,22 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
 
     fn replay(
         &self,
+        stacked: Option<(&mut Graph, &mut Stack)>,
         graph: &mut Graph,
         adapters: Slots<'_, Self>,
         buffers: &mut Buffers,
         slots: &[Slot],
-    ) -> Result<()> {
-        Ok(graph.replay(&mut Self::start(adapters, buffers, &Batch::new(slots))?)?)
+    ) -> Result<bool> {
+        let mut step = Self::start(adapters, buffers, &Batch::new(slots))?;
+        if let Some((graph, stack)) = stacked
+            && stack.place(&mut step)?
+        {
+            graph.replay(&mut step)?;
+            return Ok(true);
+        }
+        // A graph of the base model may have operations with the stack, which need nothing there.
+        graph.replay(&mut step)?;
+        Ok(false)
     }
 
     fn meet(&self) -> Result<()> {

@@ -3,7 +3,7 @@
 //! A graph's operands stay where they are. A step copies its inputs over those of the smallest graph that has room for it, all at once.
 //! The rows that it does not use are of the base model, and write to a block of the cache that no sequence has.
 
-use std::{convert::Infallible, iter, time::Instant};
+use std::{cell::RefCell, convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
@@ -11,7 +11,7 @@ use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places, Slots},
     error::Result,
-    forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Step},
+    forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Stacked, Step},
     model::Model,
 };
 
@@ -35,14 +35,16 @@ pub(crate) trait Capture: Device {
         record: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
     ) -> Result<Option<(Self::Graph, R)>>;
 
-    /// Enqueues a captured step whose tokens have these slots.
+    /// Enqueues the captured step whose tokens have these slots: that with the stack if there is one and their adapters fit there. Returns
+    /// whether it was.
     fn replay(
         &self,
+        stacked: Option<(&mut Self::Graph, &mut Self::Stack)>,
         graph: &mut Self::Graph,
         adapters: Slots<'_, Self>,
         buffers: &mut Self::Buffers,
         slots: &[Slot],
-    ) -> Result<()>;
+    ) -> Result<bool>;
 
     /// Waits until all ranks have come this far.
     fn meet(&self) -> Result<()>;
@@ -94,6 +96,8 @@ pub(crate) struct Decoder<D: Capture> {
 /// The graphs of one size.
 struct Graphs<D: Capture> {
     batch: Batch<D>,
+    /// With deltas of the stack, if that is fastest.
+    stacked: Option<Captured<D>>,
     with_adapters: Captured<D>,
     without: Captured<D>,
 }
@@ -128,6 +132,17 @@ pub(crate) struct Variant {
     pub(crate) has_adapters: bool,
     /// Whether layers run base weights and adapters in one launch where the device can and that is fastest.
     pub(crate) is_fused: bool,
+    pub(crate) stacked: Rows,
+}
+
+/// What of the model's stack a captured step has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rows {
+    None,
+    /// [`Stacked::Rows`].
+    Rows,
+    /// [`Stacked::Deltas`].
+    Deltas,
 }
 
 /// A graph, and the logits that it computes: `[tokens, vocab]`.
@@ -155,14 +170,21 @@ impl<D: Capture> Decoder<D> {
         let mut batches = Vec::new();
         for batch in operands {
             let tokens = batch.tokens;
-            let mut capture = |has_adapters| {
+            let has_rows = model.has_stacked_rows(tokens);
+            let mut capture = |has_adapters, stacked| {
                 let are_few = has_adapters && max_adapters <= FEW_ADAPTERS;
-                let is_fused = tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
-                let variant = Variant { has_adapters, is_fused };
+                let is_fused = !has_rows && tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
+                let variant = Variant { has_adapters, is_fused, stacked };
                 Captured::new((model, adapters), session, &batch, variant)
             };
-            let (Some(with_adapters), Some(without)) = (capture(true)?, capture(false)?) else { break };
-            batches.push(Graphs { batch, with_adapters, without });
+            let (with_adapters, without) = if has_rows {
+                (capture(true, Rows::Rows)?, capture(false, Rows::Deltas)?)
+            } else {
+                (capture(true, Rows::None)?, capture(false, Rows::None)?)
+            };
+            let (Some(with_adapters), Some(without)) = (with_adapters, without) else { break };
+            let stacked = if has_rows { capture(true, Rows::Deltas)? } else { None };
+            batches.push(Graphs { batch, stacked, with_adapters, without });
         }
         Ok(Self { batches, enqueued: None })
     }
@@ -184,13 +206,19 @@ impl<D: Capture> Decoder<D> {
         };
         graphs.batch.set(model.device, step, drawn)?;
         let has_adapters = step.slots.iter().any(|&slot| slot != Slot::BASE);
-        let captured = if has_adapters { &mut graphs.with_adapters } else { &mut graphs.without };
         // A row beyond the batch keeps its delta of an earlier step, and the GEMM would add to it again.
         let mut slots = step.slots.clone();
         slots.resize(graphs.batch.tokens, Slot::BASE);
-        model.device.replay(&mut captured.graph, adapters, &mut session.buffers, &slots)?;
+        let Graphs { batch, stacked, with_adapters, without } = graphs;
+        let other = if has_adapters { with_adapters } else { without };
+        let mut stack = model.stack.as_ref().map(RefCell::borrow_mut);
+        let with_stack = stacked.as_mut().filter(|_| has_adapters).zip(stack.as_deref_mut());
+        let with_stack = with_stack.map(|(captured, stack)| (&mut captured.graph, stack));
+        let buffers = &mut session.buffers;
+        let is_stacked = model.device.replay(with_stack, &mut other.graph, adapters, buffers, &slots)?;
         self.enqueued = Some(Instant::now());
-        Ok(Some((&captured.logits, graphs.batch.tokens)))
+        let captured = stacked.as_ref().filter(|_| is_stacked).unwrap_or(other);
+        Ok(Some((&captured.logits, batch.tokens)))
     }
 
     /// Drops all graphs, so that every step is enqueued operation by operation.
@@ -275,14 +303,24 @@ impl<D: Capture> Captured<D> {
         (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         Session { state, buffers }: &mut Session<'_, D>,
         batch: &Batch<D>,
-        Variant { has_adapters, is_fused }: Variant,
+        Variant { has_adapters, is_fused, stacked }: Variant,
     ) -> Result<Option<Self>> {
         let captured =
             model.device.capture(&model.adapters, adapters, buffers, (batch.tokens, has_adapters), |step| {
                 let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
-                let mut lora = Lora { step, has_adapters, fusion };
+                let mut stack = model.stack.as_ref().map(RefCell::borrow_mut);
+                let stacked = match (stacked, &mut stack) {
+                    (Rows::Deltas, Some(stack)) => {
+                        // Of no adapters, or any.
+                        model.device.place(stack, step)?;
+                        Stacked::Deltas(&**stack)
+                    }
+                    (Rows::Rows, Some(_)) => Stacked::Rows,
+                    _ => Stacked::No,
+                };
+                let mut lora = Lora { step, has_adapters, fusion, stacked };
                 let h = model.hidden(state, &batch.inputs, &mut lora)?;
-                model.logits(state, &h, &mut lora)
+                model.logits(state, &h, &mut Lora { stacked: Stacked::No, ..lora })
             })?;
         Ok(captured.map(|(graph, logits)| Self { graph, logits }))
     }
@@ -311,7 +349,14 @@ impl<T: Element> Capture for Cpu<T> {
         Ok(None)
     }
 
-    fn replay(&self, graph: &mut Infallible, _: Slots<'_, Self>, _: &mut Self::Buffers, _: &[Slot]) -> Result<()> {
+    fn replay(
+        &self,
+        _: Option<(&mut Infallible, &mut Infallible)>,
+        graph: &mut Infallible,
+        _: Slots<'_, Self>,
+        _: &mut Self::Buffers,
+        _: &[Slot],
+    ) -> Result<bool> {
         match *graph {}
     }
 

@@ -44,7 +44,7 @@ use crate::{
     cpu::Cpu,
     error::{Error, Result},
     group::Rank,
-    model::{Described, Model, Split, describe},
+    model::{Described, Model, STACK, Split, describe},
     tokenizer::Tokenizer,
 };
 
@@ -227,7 +227,7 @@ impl Files {
     ) -> Model<'d, D> {
         let weights = Weights::new(&self.checkpoint, self.config.int4_group);
         let model = Model::new(device, &self.config, described, weights, table, sizes.limits.step_tokens);
-        model.expect("the checkpoint is whole")
+        model.and_then(|model| model.stacked(STACK)).expect("the checkpoint is whole")
     }
 }
 

@@ -347,6 +347,7 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
         sizes,
         max_rank: options.max_lora_rank,
         slots: max_loras + SPARE_SLOTS,
+        stack: (if options.enable_lora { options.stacked_loras } else { 0 }, options.stacked_lora_rank),
         pool: PoolConfig::arena_bytes(options.arena_mib << 20).host_bytes(host_bytes),
         step_tokens: metrics.step_tokens(),
     };

@@ -40,7 +40,7 @@ pub struct LinearPlan {
 
 /// Rows of a layer's stack.
 pub(crate) fn stacked_rows(slices: usize, positions: usize, rank: usize) -> usize {
-    product(&[slices, positions, rank.next_multiple_of(RANK_TILE)])
+    product(&[slices, positions, rank.div_ceil(RANK_TILE), RANK_TILE])
 }
 
 impl LinearPlan {

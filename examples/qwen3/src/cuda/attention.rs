@@ -136,6 +136,6 @@ impl<T: Element + DeviceRepr> Call<'_, T> {
         kernel.arg(&qkv.address).arg(&cache.keys.address).arg(&cache.values.address);
         kernel.arg(&places.positions.address).arg(&places.sequences.address).arg(&places.table.first_rows.address);
         kernel.arg(&places.table.columns).arg(block_rows).arg(&out.address);
-        kernel.arg(&qkv.cols).arg(&heads.query).arg(&heads.kv).arg(scale);
+        kernel.arg(&qkv.stride).arg(&heads.query).arg(&heads.kv).arg(scale);
     }
 }

@@ -73,7 +73,8 @@ impl Gemm {
         Ok(Self { operation, preference, library, element, workspace })
     }
 
-    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y` holds.
+    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y` holds. If `y` has
+    /// room for v, W has the rows of the stack, too.
     pub(super) fn run<T>(
         &self,
         stream: Stream,
@@ -85,15 +86,17 @@ impl Gemm {
     where
         T: Element + DeviceRepr,
     {
-        let (tokens, in_features, out_features) = (x.rows, x.cols, weight.rows);
-        assert_eq!((weight.cols, y.rows, y.cols), (in_features, tokens, out_features));
+        let (tokens, in_features, out_features) = (x.rows, x.cols, y.stride);
+        let stacked = if y.stride > y.cols { weight.stacked } else { 0 };
+        assert_eq!((weight.cols, y.rows, y.cols), (in_features, tokens, weight.rows));
+        assert_eq!((x.stride, y.stride), (x.cols, weight.rows + stacked));
         if tokens == 0 {
             return Ok(());
         }
         // cuBLASLt's matrices are column-major, so row-major ones are their transposes: yᵀ = W xᵀ.
-        let weight_layout = self.layout(weight)?;
-        let x_layout = self.layout(x)?;
-        let y_layout = self.layout(y)?;
+        let weight_layout = self.layout(out_features, in_features)?;
+        let x_layout = self.layout(tokens, in_features)?;
+        let y_layout = self.layout(tokens, out_features)?;
         // SAFETY: all handles are alive.
         let chosen = unsafe {
             result::get_matmul_algo_heuristic(
@@ -135,9 +138,13 @@ impl Gemm {
     }
 
     /// The transpose of a row-major matrix, column-major.
-    fn layout<T>(&self, matrix: &Matrix<T>) -> Result<Owned<sys::cublasLtMatrixLayout_t>> {
-        let [rows, cols] = [matrix.cols, matrix.rows].map(u64::try_from);
-        let layout = result::create_matrix_layout(self.element, rows?, cols?, i64::try_from(matrix.cols)?)?;
+    fn layout(&self, rows: usize, cols: usize) -> Result<Owned<sys::cublasLtMatrixLayout_t>> {
+        let layout = result::create_matrix_layout(
+            self.element,
+            u64::try_from(cols)?,
+            u64::try_from(rows)?,
+            i64::try_from(cols)?,
+        )?;
         Ok(Owned(layout, result::destroy_matrix_layout))
     }
 }

@@ -141,7 +141,7 @@ impl Nccl {
         // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is alive.
         let enqueued = unsafe {
             let sum = sys::ncclRedOp_t::ncclSum;
-            result::all_reduce(at, at, y.len(), element, sum, self.communicator, stream)
+            result::all_reduce(at, at, y.extent(), element, sum, self.communicator, stream)
         };
         enqueued.map_err(failed)?;
         self.settle()

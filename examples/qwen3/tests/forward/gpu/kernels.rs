@@ -477,7 +477,7 @@ fn rotation_and_attention_wait_for_what_is_in_front() {
         let threads = (sizes::THREADS, 0);
         kernels.launch_bits(&silu_mul, (tokens, parts), threads, &[address(&gate_up), 0, address(&qkv), cols], false);
         let inputs = [&qkv, &q_norm, &k_norm, &cos, &sin, &positions, &rows, &keys, &values].map(address);
-        let arguments = [&inputs[..], &[query_heads, kv_heads, dim, EPS.to_bits().into()]].concat();
+        let arguments = [&inputs[..], &[cols, query_heads, kv_heads, dim, EPS.to_bits().into()]].concat();
         let heads = (query_heads + 2 * kv_heads) as usize;
         kernels.launch_bits(&rotate, (tokens, heads.div_ceil(sizes::HEADS)), threads, &arguments, starts_early);
         let scale = (1.0 / (DIM as f64).sqrt()) as f32;
@@ -518,11 +518,19 @@ fn floats<T: Float>(values: &[T]) -> Vec<f32> {
 
 const EPS: f32 = 1e-6;
 
+/// Elements behind each row of a matrix whose rows are apart.
+const GAP: usize = 24;
+
+/// The same rows, with NaN behind each.
+fn spread<T: Float>(values: &[T], cols: usize) -> Vec<T> {
+    values.chunks(cols).flat_map(|row| [row, &[T::from_f32(f32::NAN); GAP]].concat()).collect()
+}
+
 fn rows_hold<T: Float>(seed: u64) {
     let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
     for (rows, cols) in [(1, 1), (3, 60), (2, 1023), (5, 4096), (1, 10_248), (70, 64)] {
-        let what = format!("{rows} rows of {cols} in {dtype}");
+        let (what, stride) = (format!("{rows} rows of {cols} in {dtype}"), cols + GAP);
         let [x, y] = [(); 2].map(|()| noise::<T>(&mut rng, rows * cols, 3.0));
         let weight = noise::<T>(&mut rng, cols, 2.0);
         let parts = sizes::parts(cols * size_of::<T>());
@@ -530,12 +538,12 @@ fn rows_hold<T: Float>(seed: u64) {
         let norm = kernels.function(&format!("add_rms_norm_{dtype}"), 0);
         for has_y in [false, true] {
             let (x_buffer, y_buffer, out) =
-                (gpu.upload(&x), gpu.upload(&y), gpu.poisoned(rows * cols * size_of::<T>()));
+                (gpu.upload(&x), gpu.upload(&spread(&y, cols)), gpu.poisoned(rows * cols * size_of::<T>()));
             let y_address = if has_y { y_buffer.address() } else { 0 };
             let addresses = [x_buffer.address(), y_address, weight_buffer.address(), out.address()];
             kernels.launch(&norm, (rows, 1), sizes::THREADS, 0, |kernel| {
                 push_all(kernel, &addresses);
-                kernel.arg(&cols).arg(&EPS);
+                kernel.arg(&cols).arg(&stride).arg(&EPS);
             });
             let sums: Vec<T> = x_buffer.read();
             let added = |(x, y): (&T, &T)| T::from_f32(x.to_f32() + if has_y { y.to_f32() } else { 0.0 });
@@ -596,11 +604,11 @@ fn rows_hold<T: Float>(seed: u64) {
         let gathered: Vec<T> = indices.iter().flat_map(row).collect();
         assert_eq!(bytes(&out.read::<T>()), bytes(&gathered), "gathered {what}");
 
-        let (y_buffer, x_buffer) = (gpu.upload(&y), gpu.upload(&x));
+        let (y_buffer, x_buffer) = (gpu.upload(&y), gpu.upload(&spread(&x, cols)));
         let (to, from) = (y_buffer.address(), x_buffer.address());
         let add = kernels.function(&format!("add_{dtype}"), 0);
         kernels.launch(&add, (rows, parts), sizes::THREADS, 0, |kernel| {
-            kernel.arg(&to).arg(&from).arg(&cols);
+            kernel.arg(&to).arg(&from).arg(&cols).arg(&stride);
         });
         let sums: Vec<T> = ups.iter().zip(&gates).map(|(y, x)| T::from_f32(y + x)).collect();
         assert_eq!(bytes(&y_buffer.read::<T>()), bytes(&sums), "added {what}");
@@ -623,6 +631,7 @@ fn rotations_hold<T: Float>(seed: u64) {
         let what = format!("{tokens} tokens, {query_heads} and {kv_heads} heads of {dim} in {dtype}");
         let (positions, cache_rows) = (50, 64);
         let cols = (query_heads + 2 * kv_heads) * dim;
+        let stride = cols + GAP;
         let qkv = noise::<T>(&mut rng, tokens * cols, 2.0);
         let [q_norm, k_norm] = [(); 2].map(|()| noise::<T>(&mut rng, dim, 2.0));
         let [cos, sin] = [(); 2].map(|()| noise::<T>(&mut rng, positions * dim / 2, 1.0));
@@ -630,7 +639,7 @@ fn rotations_hold<T: Float>(seed: u64) {
         let mut rows: Vec<i32> = (0..cache_rows).collect();
         rows.shuffle(&mut rng);
         rows.truncate(tokens);
-        let inputs = [&qkv, &q_norm, &k_norm, &cos, &sin].map(|values| gpu.upload(values));
+        let inputs = [&spread(&qkv, cols), &q_norm, &k_norm, &cos, &sin].map(|values| gpu.upload(values));
         let indices = [&at, &rows].map(|values| gpu.upload(values));
         let cache_bytes = cache_rows as usize * kv_heads * dim * size_of::<T>();
         let caches = [(); 2].map(|()| gpu.poisoned(cache_bytes));
@@ -638,7 +647,7 @@ fn rotations_hold<T: Float>(seed: u64) {
         let parts = (query_heads + 2 * kv_heads).div_ceil(sizes::HEADS);
         kernels.launch(&function, (tokens, parts), sizes::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
-            kernel.arg(&query_heads).arg(&kv_heads).arg(&dim).arg(&EPS);
+            kernel.arg(&stride).arg(&query_heads).arg(&kv_heads).arg(&dim).arg(&EPS);
         });
         let (rotated, [keys, values]) = (inputs[0].read::<T>(), caches.map(|cache| cache.read::<T>()));
         for token in 0..tokens {
@@ -658,7 +667,7 @@ fn rotations_hold<T: Float>(seed: u64) {
                 let x: Vec<f32> =
                     (x.iter().zip(norm)).map(|(x, norm)| round::<T>(round::<T>(x * scale) * norm.to_f32())).collect();
                 let got =
-                    if head < query_heads { &rotated[token * cols + head * dim..] } else { &keys[kv(query_heads)..] };
+                    if head < query_heads { &rotated[token * stride + head * dim..] } else { &keys[kv(query_heads)..] };
                 for pair in 0..dim / 2 {
                     let (l, h) = (x[pair], x[pair + dim / 2]);
                     let (c, s) = (cos[angles + pair].to_f32(), sin[angles + pair].to_f32());
