@@ -71,7 +71,7 @@ impl World {
         let stack = Stack::new(weights, (POSITIONS, RANK), [(id, w.split_off(OUTPUTS * FEATURES))]).unwrap();
         assert_eq!((w.len(), stack.positions(), stack.rank()), (OUTPUTS * FEATURES, POSITIONS, RANK));
         Self {
-            routing: Routing::new(&gpu.queue, weights.capacity(), 1).unwrap(),
+            routing: Routing::new(&gpu.queue, weights.capacity(), 16).unwrap(),
             workspace: Workspace::new(weights).unwrap(),
             y: Buffer::zeros(&gpu.queue, TOKENS * (OUTPUTS + num_rows)).unwrap(),
             out: Buffer::zeros(&gpu.queue, TOKENS * FEATURES).unwrap(),
@@ -143,6 +143,7 @@ impl World {
 
 /// Enqueues a step of the table with the stack, by its operation or a graph. Whether the stack has room for the batch.
 fn step(world: &mut World, slots: &[Slot], graph: Option<&mut Graph>) -> Result<bool, LaunchError> {
+    world.gpu.synchronize();
     let placed = {
         let batch = world.routing.update(&Batch::new(slots))?;
         world.stack.place(&mut world.weights.step(&batch, &mut world.workspace)?)?

@@ -245,7 +245,7 @@ impl LoraLinear {
         operands.enqueue(|[y], stream| {
             let y = raw::MatrixMut(matrix.at(y));
             // SAFETY: the operands are as `Checked::enqueue` says. The stack has the adapters of the batch.
-            unsafe { self.add_stacked_delta_raw(&raw::Step { stream, ..raw }, stack.raw(), y) }
+            unsafe { self.add_stacked_delta_raw(&stack.bounded(raw, stream), stack.raw(), y) }
         })
     }
 
@@ -286,7 +286,7 @@ impl LoraLinear {
         operands.enqueue(|[y, out], stream| {
             let (y, out) = (raw::MatrixRef(of_y.at(y)), raw::MatrixMut(of_out.at(out)));
             // SAFETY: as in `add_stacked_delta`.
-            unsafe { self.stacked_silu_mul_raw(&raw::Step { stream, ..raw }, stack.raw(), y, out) }
+            unsafe { self.stacked_silu_mul_raw(&stack.bounded(raw, stream), stack.raw(), y, out) }
         })
     }
 

@@ -207,6 +207,14 @@ impl Stack {
         step.check(operands)
     }
 
+    /// The step, on a stream, with the most tiles of a batch that is placed: of as many slots as there are positions, and of the base model.
+    /// The table may have room for many more.
+    pub(super) fn bounded(&self, step: raw::Step, stream: raw::Stream) -> raw::Step {
+        let (mut batch, placed) = (step.batch, self.weights.capacity().slots(self.positions()));
+        batch.max_small_tiles = batch.max_small_tiles.min(placed.max_small_tiles(batch.num_tokens));
+        raw::Step { batch, stream, ..step }
+    }
+
     /// The stack in the raw API.
     pub(super) fn raw(&self) -> &raw::Stack {
         &self.raw
