@@ -105,17 +105,17 @@ extern "C" {
 #define ARIL_WORD_BYTES 8              // a 32-bit value and its epoch
 #define ARIL_GROUP_WORDS 4             // of aril_group for each of num_experts + 2 groups
 #define ARIL_FACTOR_ALIGNMENT 128      // bytes, of each factor
-#define ARIL_FORWARD_TOKENS 64         // of aril_linear_forward
+#define ARIL_FORWARD_TOKENS 32         // of aril_linear_forward
 #define ARIL_FORWARD_STRIP_ROWS 16     // of a strip of W
 #define ARIL_FORWARD_STRIPS 6          // that a thread block multiplies at a time
 #define ARIL_FORWARD_SPLIT_STRIPS 12   // that a cluster of two thread blocks has at most
 #define ARIL_FORWARD_PARTS 4           // of the input features, whose sums of A x are handed over
 #define ARIL_FORWARD_ALIGNMENT 16      // bytes, of the rows of W and x
-#define ARIL_FORWARD_RINGS 4           // for up to 8, 16, 32 and 64 tokens
+#define ARIL_FORWARD_RINGS 3           // for up to 8, 16 and 32 tokens
 #define ARIL_FORWARD_BOX_FEATURES 64   // input features of a box
 #define ARIL_FORWARD_STAGES 24         // of a ring, at most
 #define ARIL_FORWARD_DELTA_WARPS 8     // of a thread block, which compute deltas
-#define ARIL_FORWARD_BATCH_BYTES 2208  // what they know of the batch (DeltaShared)
+#define ARIL_FORWARD_BATCH_BYTES 1632  // what they know of the batch (DeltaShared)
 // Shared memory of a thread block beside its ring: static variables, and what alignment takes.
 #define ARIL_FORWARD_STATIC_BYTES 1024
 #define ARIL_FORWARD_ALIGNMENT_BYTES 1024
@@ -401,7 +401,7 @@ typedef struct aril_base_weights {
                    // up to ARIL_FORWARD_SPLIT_STRIPS. Any choice gives the same bits.
   int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
                           // begin. Any number gives the same bits.
-  // For up to 8, 16, 32 and 64 tokens, and tables of up to some rank. Any choice gives the same
+  // For up to 8, 16 and 32 tokens, and tables of up to some rank. Any choice gives the same
   // bits.
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
   int32_t num_slices;

@@ -138,7 +138,7 @@ int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* st
 
 template <typename T, int kTokenTiles>
 int32_t forward(const aril_forward_args& args, void* stream) {
-  constexpr int kRing = kTokenTiles == 1 ? 0 : kTokenTiles == 2 ? 1 : kTokenTiles == 4 ? 2 : 3;
+  constexpr int kRing = kTokenTiles / 2;
   const aril_forward_ring& ring = args.map->rings[kRing];
   if (ring.stages == 0) return ARIL_ERR_SHARED_MEMORY;
   // Ranks that do not fit at once are divided where sums are.
@@ -188,8 +188,7 @@ int32_t with_tiles(int num_tokens, F&& f) {
   const int tiles = ceil_div(num_tokens, detail::kTokenTile);
   if (tiles <= 1) return f(std::integral_constant<int, 1>{});
   if (tiles <= 2) return f(std::integral_constant<int, 2>{});
-  if (tiles <= 4) return f(std::integral_constant<int, 4>{});
-  return f(std::integral_constant<int, 8>{});
+  return f(std::integral_constant<int, 4>{});
 }
 
 template <typename T>
@@ -197,7 +196,7 @@ int32_t load_kernels() {
   int bytes;
   ARIL_TRY(smem_budget(bytes));
   using FusedKernel = Kernel<detail::FusedParams>;
-  for (const int num_tokens : {8, 16, 32, 64}) {
+  for (const int num_tokens : {8, 16, 32}) {
     ARIL_TRY(with_tiles(num_tokens, [&](auto tiles) {
       const auto kernel = detail::fused_linear_kernel<T, decltype(tiles)::value>;
       return load(FusedKernel{kernel, bytes});

@@ -60,12 +60,9 @@ __device__ __forceinline__ void wgmma_k16(float (&sums)[kColumns][4], uint64_t r
 #define ARIL_SUMS_2 ARIL_COLUMN(0), ARIL_COLUMN(1)
 #define ARIL_SUMS_4 ARIL_SUMS_2, ARIL_COLUMN(2), ARIL_COLUMN(3)
 #define ARIL_SUMS_8 ARIL_SUMS_4, ARIL_COLUMN(4), ARIL_COLUMN(5), ARIL_COLUMN(6), ARIL_COLUMN(7)
-#define ARIL_SUMS_12 ARIL_SUMS_8, ARIL_COLUMN(8), ARIL_COLUMN(9), ARIL_COLUMN(10), ARIL_COLUMN(11)
 #define ARIL_NAMES_2 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define ARIL_NAMES_4 ARIL_NAMES_2 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define ARIL_NAMES_8 ARIL_NAMES_4 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define ARIL_NAMES_12 \
-  ARIL_NAMES_8 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define ARIL_WGMMA(type, name, columns, n, rows_operand, cores_operand, adds_operand) \
   template <>                                                                         \
   __device__ __forceinline__ void wgmma_k16<type, columns>(                           \
@@ -80,17 +77,14 @@ __device__ __forceinline__ void wgmma_k16(float (&sums)[kColumns][4], uint64_t r
 #define ARIL_WGMMAS(type, name)                        \
   ARIL_WGMMA(type, name, 2, "16", "%8", "%9", "%10")   \
   ARIL_WGMMA(type, name, 4, "32", "%16", "%17", "%18") \
-  ARIL_WGMMA(type, name, 8, "64", "%32", "%33", "%34") \
-  ARIL_WGMMA(type, name, 12, "96", "%48", "%49", "%50")
+  ARIL_WGMMA(type, name, 8, "64", "%32", "%33", "%34")
 ARIL_WGMMAS(__nv_bfloat16, "bf16")
 ARIL_WGMMAS(__half, "f16")
 #undef ARIL_WGMMAS
 #undef ARIL_WGMMA
-#undef ARIL_NAMES_12
 #undef ARIL_NAMES_8
 #undef ARIL_NAMES_4
 #undef ARIL_NAMES_2
-#undef ARIL_SUMS_12
 #undef ARIL_SUMS_8
 #undef ARIL_SUMS_4
 #undef ARIL_SUMS_2

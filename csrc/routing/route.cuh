@@ -68,9 +68,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   __syncthreads();
   if (threadIdx.x < ARIL_FORWARD_TOKENS) {
-    const int token = threadIdx.x;
-    make_segments(*p.routing.segments, token / kWarpSize, first_slots[token],
-                  first_slots[token % kWarpSize]);
+    make_segments(*p.routing.segments, threadIdx.x, first_slots[threadIdx.x]);
   }
 
   const int slots_per_thread = ceil_div(p.num_slots, kRouteThreads);

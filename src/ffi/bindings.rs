@@ -29,17 +29,17 @@ pub const ARIL_ACTIVATION_BLOCKS: i32 = 512;
 pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
 pub const ARIL_FACTOR_ALIGNMENT: i32 = 128;
-pub const ARIL_FORWARD_TOKENS: i32 = 64;
+pub const ARIL_FORWARD_TOKENS: i32 = 32;
 pub const ARIL_FORWARD_STRIP_ROWS: i32 = 16;
 pub const ARIL_FORWARD_STRIPS: i32 = 6;
 pub const ARIL_FORWARD_SPLIT_STRIPS: i32 = 12;
 pub const ARIL_FORWARD_PARTS: i32 = 4;
 pub const ARIL_FORWARD_ALIGNMENT: i32 = 16;
-pub const ARIL_FORWARD_RINGS: i32 = 4;
+pub const ARIL_FORWARD_RINGS: i32 = 3;
 pub const ARIL_FORWARD_BOX_FEATURES: i32 = 64;
 pub const ARIL_FORWARD_STAGES: i32 = 24;
 pub const ARIL_FORWARD_DELTA_WARPS: i32 = 8;
-pub const ARIL_FORWARD_BATCH_BYTES: i32 = 2208;
+pub const ARIL_FORWARD_BATCH_BYTES: i32 = 1632;
 pub const ARIL_FORWARD_STATIC_BYTES: i32 = 1024;
 pub const ARIL_FORWARD_ALIGNMENT_BYTES: i32 = 1024;
 pub const ARIL_SEGMENT_TOKENS: i32 = 8;
@@ -86,10 +86,10 @@ pub struct aril_row {
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_segments {
-    pub tokens: [[i8; 8usize]; 64usize],
-    pub slots: [i32; 64usize],
-    pub segment_of: [i8; 64usize],
-    pub begun: [i8; 64usize],
+    pub tokens: [[i8; 8usize]; 32usize],
+    pub slots: [i32; 32usize],
+    pub segment_of: [i8; 32usize],
+    pub begun: [i8; 32usize],
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -265,7 +265,7 @@ pub struct aril_forward_map {
     pub splits: i32,
     pub strips: i32,
     pub trigger_boxes: i32,
-    pub rings: [aril_forward_ring; 4usize],
+    pub rings: [aril_forward_ring; 3usize],
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -275,7 +275,7 @@ pub struct aril_base_weights {
     pub splits: i32,
     pub strips: i32,
     pub trigger_boxes: i32,
-    pub rings: [aril_forward_ring; 4usize],
+    pub rings: [aril_forward_ring; 3usize],
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
     pub slices: [*const ::core::ffi::c_void; 8usize],

@@ -11,7 +11,6 @@ use super::{
         MAX_FORWARD_TOKENS,
         forward::{
             ALIGNED_FEATURES, BLOCKS, MAX_FEATURES, OUT_UNIT, PARTS, RANK_TILE, SPLIT_STRIPS, STRIP_ROWS, STRIPS,
-            TOKENS_WITHOUT_WGMMA,
         },
     },
 };
@@ -33,7 +32,7 @@ pub struct ForwardPlan {
     capacity: Capacity,
     splits: usize,
     strips: usize,
-    /// For batches of up to 8, 16, 32 and 64 tokens, as far as the capacity and the device go.
+    /// For batches of up to 8, 16 and 32 tokens, as far as the capacity and the device go.
     rings: Vec<Ring>,
 }
 
@@ -66,8 +65,7 @@ impl ForwardPlan {
         Self { dtype, out_features, in_features, capacity, splits, strips, rings: Vec::new() }.on(Device::H100)
     }
 
-    /// The same layer on another device. From compute capability 10.0 on, batches have up to 32 tokens, because more are multiplied by an
-    /// instruction of 9.0. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute capability 12.0), most
+    /// The same layer on another device. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute capability 12.0), most
     /// layers of the capacity of large models do not fit at all.
     ///
     /// # Errors
@@ -85,8 +83,7 @@ impl ForwardPlan {
             strips: self.strips,
             max_rank: self.capacity.max_rank,
         };
-        let has_wgmma = major == 9;
-        let most = self.capacity.max_tokens.min(if has_wgmma { MAX_FORWARD_TOKENS } else { TOKENS_WITHOUT_WGMMA });
+        let most = self.capacity.max_tokens.min(MAX_FORWARD_TOKENS);
         let end = 2 * most.max(FIRST_RING_TOKENS);
         let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < end);
         let mut rings = Vec::new();
@@ -107,14 +104,14 @@ impl ForwardPlan {
         major >= 9
     }
 
-    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has instructions and shared memory
-    /// for. A larger batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
+    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has shared memory for.
+    /// A larger batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
     pub fn max_tokens(&self) -> usize {
         let with_rings = (FIRST_RING_TOKENS << self.rings.len()) / 2;
         self.capacity.max_tokens.min(MAX_FORWARD_TOKENS).min(with_rings)
     }
 
-    /// How blocks divide their shared memory: for batches of up to 8, 16, 32 and 64 tokens, as far as there are such.
+    /// How blocks divide their shared memory: for batches of up to 8, 16 and 32 tokens, as far as there are such.
     #[cfg(feature = "cuda")]
     pub(crate) fn rings(&self) -> &[Ring] {
         &self.rings
@@ -234,35 +231,35 @@ mod tests {
     }
 
     /// qkv, o, gate_up and down of Qwen3-0.6B, 8B and 32B, at ranks 16 and 64: the most tokens with 99, 163 and 227 KB (0: no fused
-    /// linear), and, with 227 KB, stages with 8 tokens, stages and their boxes with 64, and the most shared memory.
+    /// linear), and, with 227 KB, stages with 8 tokens, stages and their boxes with 32, and the most shared memory.
     #[test]
     fn batches_have_as_many_tokens_as_fit() {
         type Layer = (usize, &'static [usize], usize, [usize; 3], usize, [usize; 2], usize);
         let layers: [Layer; 24] = [
-            (1024, &[2048, 1024, 1024], 16, [8, 64, 64], 4, [4, 2], 201_128),
-            (1024, &[2048, 1024, 1024], 64, [8, 64, 64], 4, [4, 2], 209_320),
-            (2048, &[1024], 16, [16, 64, 64], 8, [8, 2], 230_312),
-            (2048, &[1024], 64, [16, 64, 64], 8, [7, 2], 218_024),
-            (1024, &[3072, 3072], 16, [0, 64, 64], 4, [3, 2], 231_336),
-            (1024, &[3072, 3072], 64, [0, 64, 64], 4, [3, 2], 231_336),
-            (3072, &[1024], 16, [16, 64, 64], 12, [8, 2], 230_312),
-            (3072, &[1024], 64, [16, 64, 64], 12, [7, 2], 225_320),
-            (4096, &[4096, 1024, 1024], 16, [0, 64, 64], 5, [3, 2], 232_232),
-            (4096, &[4096, 1024, 1024], 64, [0, 64, 64], 5, [3, 2], 232_232),
-            (4096, &[4096], 16, [8, 64, 64], 8, [4, 2], 229_768),
-            (4096, &[4096], 64, [8, 64, 64], 8, [4, 2], 229_768),
-            (4096, &[12_288, 12_288], 16, [0, 64, 64], 5, [3, 2], 228_264),
-            (4096, &[12_288, 12_288], 64, [0, 64, 64], 5, [3, 2], 228_264),
-            (12_288, &[4096], 16, [8, 64, 64], 8, [5, 2], 230_312),
-            (12_288, &[4096], 64, [8, 64, 64], 8, [4, 2], 229_768),
-            (5120, &[8192, 1024, 1024], 16, [0, 64, 64], 6, [3, 2], 221_000),
-            (5120, &[8192, 1024, 1024], 64, [0, 64, 64], 6, [3, 2], 221_000),
-            (8192, &[5120], 16, [0, 64, 64], 6, [4, 2], 231_336),
-            (8192, &[5120], 64, [0, 64, 64], 6, [3, 2], 219_528),
-            (5120, &[25_600, 25_600], 16, [0, 64, 64], 6, [4, 2], 225_960),
-            (5120, &[25_600, 25_600], 64, [0, 64, 64], 6, [3, 2], 218_728),
-            (25_600, &[5120], 16, [0, 64, 64], 6, [4, 2], 231_336),
-            (25_600, &[5120], 64, [0, 64, 64], 6, [3, 2], 219_528),
+            (1024, &[2048, 1024, 1024], 16, [8, 32, 32], 4, [4, 2], 189_672),
+            (1024, &[2048, 1024, 1024], 64, [8, 32, 32], 4, [4, 2], 189_672),
+            (2048, &[1024], 16, [16, 32, 32], 8, [8, 2], 187_880),
+            (2048, &[1024], 64, [16, 32, 32], 8, [8, 2], 187_880),
+            (1024, &[3072, 3072], 16, [0, 32, 32], 4, [4, 2], 230_760),
+            (1024, &[3072, 3072], 64, [0, 32, 32], 4, [4, 2], 230_760),
+            (3072, &[1024], 16, [16, 32, 32], 12, [11, 2], 224_744),
+            (3072, &[1024], 64, [16, 32, 32], 12, [11, 2], 224_744),
+            (4096, &[4096, 1024, 1024], 16, [0, 32, 32], 5, [4, 2], 231_656),
+            (4096, &[4096, 1024, 1024], 64, [0, 32, 32], 5, [4, 2], 231_656),
+            (4096, &[4096], 16, [8, 32, 32], 8, [4, 2], 229_192),
+            (4096, &[4096], 64, [8, 32, 32], 8, [4, 2], 229_192),
+            (4096, &[12_288, 12_288], 16, [0, 32, 32], 5, [4, 2], 227_688),
+            (4096, &[12_288, 12_288], 64, [0, 32, 32], 5, [4, 2], 227_688),
+            (12_288, &[4096], 16, [8, 32, 32], 8, [5, 2], 229_192),
+            (12_288, &[4096], 64, [8, 32, 32], 8, [5, 2], 229_192),
+            (5120, &[8192, 1024, 1024], 16, [0, 32, 32], 6, [4, 2], 220_424),
+            (5120, &[8192, 1024, 1024], 64, [0, 32, 32], 6, [4, 2], 220_424),
+            (8192, &[5120], 16, [0, 32, 32], 6, [4, 2], 218_952),
+            (8192, &[5120], 64, [0, 32, 32], 6, [4, 2], 218_952),
+            (5120, &[25_600, 25_600], 16, [0, 32, 32], 6, [4, 2], 218_152),
+            (5120, &[25_600, 25_600], 64, [0, 32, 32], 6, [4, 2], 218_152),
+            (25_600, &[5120], 16, [0, 32, 32], 6, [4, 2], 218_952),
+            (25_600, &[5120], 64, [0, 32, 32], 6, [4, 2], 218_952),
         ];
         for (in_features, out_features, rank, most_tokens, first_stages, ring, bytes) in layers {
             let what = format!("{in_features} to {out_features:?} at rank {rank}");
@@ -295,12 +292,11 @@ mod tests {
                 let plan =
                     ForwardPlan { capacity: Capacity::tokens(max_tokens).slots(8).rank(max_rank), ..plan.clone() };
                 let plan = plan.on(Device::H100).expect("an H100 has room for it");
-                assert_eq!(plan.max_tokens(), max_tokens.min(64));
+                assert_eq!(plan.max_tokens(), max_tokens.min(32));
                 let rings = match plan.max_tokens() {
                     0..=8 => 1,
                     9..=16 => 2,
-                    17..=32 => 3,
-                    _ => 4,
+                    _ => 3,
                 };
                 assert_eq!(plan.rings.len(), rings, "{max_tokens} tokens");
             }
@@ -317,20 +313,7 @@ mod tests {
         let refused = plan.clone().on(device(64)).expect_err("the first batch does not fit");
         assert_eq!(
             refused.to_string(),
-            "the fused linear of this layer needs 100744 bytes of shared memory, and the device has 65536"
+            "the fused linear of this layer needs 100168 bytes of shared memory, and the device has 65536"
         );
-    }
-
-    /// Later ones have no `wgmma`, and their smaller batches are planned as on an H100.
-    #[test]
-    fn devices_without_wgmma_have_batches_of_32_tokens() {
-        let plan = plan(4096, &[4096], 16);
-        assert_eq!(plan.max_tokens(), 64);
-        assert_eq!(plan.clone().on(device(227)), Ok(plan.clone()));
-        for capability in [(10, 0), (10, 3), (12, 0)] {
-            let on = plan.clone().on(Device { compute_capability: capability, ..Device::H100 });
-            let on = on.expect("a small batch fits");
-            assert_eq!((on.max_tokens(), &on.rings[..]), (32, &plan.rings[..3]), "{capability:?}");
-        }
     }
 }

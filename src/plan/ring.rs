@@ -20,6 +20,7 @@ const TOKEN_BOX_BYTES: usize = TOKEN_TILE * BOX_FEATURES * 2;
 const STRIP_SUMS_BYTES: usize = STRIP_ROWS * TOKEN_TILE * size_of::<f32>();
 /// Bytes of a warp's buffer of A, which is one of B, too.
 const A_BYTES: usize = RANK_TILE * K_TILE * 2;
+const A_PLACES: usize = 2;
 /// Bytes of the sums of two partials of v, whose rows have 20 elements.
 const SUMS_BYTES: usize = 2 * DELTA_WARPS * SEGMENT_TOKENS * 20 * size_of::<f32>();
 /// Ranks of a panel of B, and ranks whose products are added up before others join them.
@@ -38,12 +39,6 @@ const MAX_RING_BYTES: usize = 176 << 10;
 /// Stages that a ring needs to load ahead of the multipliers, and the fewest.
 const GOOD_STAGES: usize = 4;
 const MIN_STAGES: usize = 2;
-
-/// The fewest stages of two boxes that are better than stages of one. (H100, layers of Qwen3-8B with 64 tokens: three of two take 0.96 to
-/// 0.99 of the time of seven of one.)
-const fn fewest_stages(token_tiles: usize) -> usize {
-    if token_tiles == 8 { 3 } else { GOOD_STAGES }
-}
 
 /// How the blocks of a launch share the work.
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +104,7 @@ impl Ring {
             let stages = [MAX_STAGES, wanted, MAX_RING_BYTES / without.stage_bytes, room]
                 .into_iter()
                 .fold(usize::MAX, usize::min);
-            let fewest = if stage_boxes == 1 { MIN_STAGES } else { fewest_stages(token_tiles) };
+            let fewest = if stage_boxes == 1 { MIN_STAGES } else { GOOD_STAGES };
             if stages >= fewest.min(items) {
                 return Ok(Self::of(grid, token_tiles, stage_boxes, stages));
             }
@@ -121,10 +116,8 @@ impl Ring {
     fn of(grid: &Grid, token_tiles: usize, stage_boxes: usize, stages: usize) -> Self {
         let (pass_strips, tokens) = (grid.pass_strips(), token_tiles * TOKEN_TILE);
         let strip_sums = token_tiles * STRIP_SUMS_BYTES;
-        // With 17 to 32 tokens, two teams of multipliers halve the features of a box, and hand sums over. One place of A where the ring
-        // needs the memory more.
+        // With 17 to 32 tokens, two teams of multipliers halve the features of a box, and hand sums over.
         let has_teams = token_tiles == 4;
-        let a_places = if token_tiles > 4 { 1 } else { 2 };
 
         let stage_bytes = stage_boxes * (pass_strips * STRIP_BOX_BYTES + token_tiles * TOKEN_BOX_BYTES);
         let inbox = stages * stage_bytes;
@@ -138,7 +131,7 @@ impl Ring {
         let v_ranks = most_ranks.min(grid.max_rank.next_multiple_of(PANEL_RANKS));
         let v_pitch = v_ranks * 2 + 16;
         let a = v + SUMS_BYTES.max(2 * tokens * v_pitch);
-        let batch = (a + DELTA_WARPS * a_places * A_BYTES).max(v + handed_over);
+        let batch = (a + DELTA_WARPS * A_PLACES * A_BYTES).max(v + handed_over);
         let modules = batch + BATCH_BYTES;
         let module_bytes = size_of::<ffi::aril_descriptor>() + size_of::<i32>();
         let total = modules + tokens * grid.num_slices * module_bytes + 8;

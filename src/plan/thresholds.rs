@@ -211,19 +211,15 @@ pub(super) mod mode {
     /// | tokens | blocks share rows, and read x once | others |
     /// |---|---|---|
     /// | up to 16 | 1 time | 3 times |
-    /// | up to 32 | 2 times, down 1 | 5 times, down 3 |
-    /// | more | 5 times, down 3 | 5 times, down 3 |
+    /// | more | 2 times, down 1 | 5 times, down 3 |
     ///
     /// down has at least twice as many input features as outputs.
-    ///
-    /// gate_up with 64 tokens: of 8B at 6 times (8 adapters of rank 64), fused takes 3 % longer than the best mode on the H200, and is the
-    /// best on the H100; of 32B at 4.2 times (64 of rank 16), it takes 23 and 3 % longer. Between the two there is no measurement.
     pub(in crate::plan) const fn base_to_factors(num_tokens: usize, reads_input_once: bool, is_down: bool) -> usize {
         match (num_tokens, reads_input_once, is_down) {
-            (..=16, true, _) | (..=32, true, true) => 1,
-            (..=32, true, false) => 2,
-            (..=16, false, _) | (_, _, true) => 3,
-            _ => 5,
+            (..=16, true, _) | (_, true, true) => 1,
+            (_, true, false) => 2,
+            (..=16, false, _) | (_, false, true) => 3,
+            (_, false, false) => 5,
         }
     }
 }
@@ -260,10 +256,6 @@ pub(super) mod forward {
     pub(in crate::plan) const ALIGNED_FEATURES: usize = ffi::ARIL_FORWARD_ALIGNMENT as usize / DType::BF16.bytes();
     /// The kernel counts features, and bytes of rows, in `i32`.
     pub(in crate::plan) const MAX_FEATURES: usize = i32::MAX as usize / 4;
-
-    /// Tokens of the largest batch without `wgmma`, which compute capability 9.0 alone has. With more, `mma.sync` in its place is slower
-    /// than a GEMM and `add_delta` (`benches/record/designs.md`, "A fused linear for decode").
-    pub(in crate::plan) const TOKENS_WITHOUT_WGMMA: usize = 32;
 
     /// Blocks of a launch, unless the layer is very large. They are those of an H100 on every device, because the order of sums depends on
     /// them.

@@ -58,7 +58,7 @@ fn the_table_of_operations_is_that_of_the_code() {
             &new_archs,
             &fused_dtypes,
             // From compute capability 10.0 on, which runs the PTX (`ForwardPlan::on`).
-            format!(", {MAX_FORWARD_TOKENS} tokens (PTX: 32)"),
+            format!(", {MAX_FORWARD_TOKENS} tokens"),
         ),
         ("embedding".to_owned(), &archs, &dtypes, String::new()),
         ("experts of a layer".to_owned(), &archs, &dtypes, format!(", {max_experts} experts")),

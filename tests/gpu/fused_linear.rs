@@ -197,8 +197,8 @@ fn separate_outputs_have_the_bits_of_a_fused_one() {
     }
     let gpu = Gpu::new();
     property(80, cases(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
-    // Aligned and misaligned pairs of outputs, in both kinds of multipliers.
-    for tokens in [8, 16, 32, 64] {
+    // Aligned and misaligned pairs of outputs, with one team of multipliers and with two.
+    for tokens in [8, 16, 32] {
         for (dtype, slices) in [(Dtype::BF16, [512, 128, 128]), (Dtype::F16, [33, 70, 17])] {
             let slots = (0..tokens).map(|token| token % 4 - 1).collect();
             let dense = dense::Case::linear(264, &slices, &[&[16, 8, 1], &[0, 64, 3], &[5, 0, 0]], slots);
@@ -216,12 +216,12 @@ fn separate_outputs_have_the_bits_of_a_fused_one() {
 fn corners() {
     let gpu = Gpu::new();
     let many = |tokens: usize| (0..tokens as i32).map(|token| token % 4 - 1).collect::<Vec<_>>();
-    let mut corners: Vec<_> = dense::Case::of_many_features(choose(&[1, 16, 40, 64], &[8, 40]))
+    let mut corners: Vec<_> = dense::Case::of_many_features(choose(&[1, 16, 24, 32], &[8, 24]))
         .into_iter()
         .filter(|case| case.in_features().is_multiple_of(8))
         .map(|case| dense::Case { gaps: [0; 3], ..case })
         .collect();
-    let of_many_slices = dense::Case::of_many_slices(choose(&[1, 19, 64, 8, 33], &[1, 19])).into_iter();
+    let of_many_slices = dense::Case::of_many_slices(choose(&[1, 19, 32, 8, 17], &[1, 19])).into_iter();
     corners.extend(of_many_slices.map(|mut case| {
         if let dense::Op::Linear { in_features, .. } = &mut case.op {
             *in_features = 704;
@@ -232,14 +232,14 @@ fn corners() {
     corners.extend([
         // Wide enough for blocks with whole rows of W, and one row more than a cluster of two has.
         dense::Case::linear(64, &[12_672 + 1], &[&[8], &[3]], many(9)),
-        dense::Case::linear(136, &[choose(12_672, 672)], &[&[16], &[1]], many(64)),
+        dense::Case::linear(136, &[choose(12_672, 672)], &[&[16], &[1]], many(32)),
         dense::Case::linear(8, &[1], &[&[1]], many(1)),
         dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(17)),
-        dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(49)),
+        dense::Case::linear(72, &[15, 16, 17, 31, 32, 33], &[&[4, 0, 1, 9, 16, 17], &[0; 6]], many(29)),
         // The largest rank beside rank 1.
-        dense::Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], many(64)),
+        dense::Case::linear(96, &[300, 20], &[&[512, 1], &[1, 512]], many(32)),
         // As many adapters as tokens, none with an adapter, no adapters, no tokens.
-        dense::Case::linear(256, &[96], &(0..64).map(|_| &[16_usize][..]).collect::<Vec<_>>(), (0..64).rev().collect()),
+        dense::Case::linear(256, &[96], &(0..32).map(|_| &[16_usize][..]).collect::<Vec<_>>(), (0..32).rev().collect()),
         dense::Case::linear(40, &[40], &[&[4]], vec![-1; 30]),
         dense::Case::linear(40, &[40], &[], vec![0, 5, -1]),
         dense::Case::linear(40, &[40], &[&[4]], vec![]),
@@ -273,7 +273,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
         }
         prop_assert!(bits(&first) == bits(&Safe { gpu }.run(case, &world)), "the safe API differs\n{}", case.replay());
-        for tokens in [1, 8, 9, 16, 17, 32, 33].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
+        for tokens in [1, 8, 9, 16, 17].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
             let (mut fewer, mut world) = (case.clone(), case.world::<T>());
             fewer.slots.truncate(tokens);
             world.slots.truncate(tokens);
@@ -329,7 +329,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
     for dtype in [Dtype::BF16, Dtype::F16] {
         let all = [(1304, [4096, 40]), (4104, [264, 72]), (200, [13_000, 24])];
         for &(in_features, slices) in choose(&all[..], &[(1032, [264, 40])]) {
-            let slots = (0..64).map(|token| token % 7 - 1).collect();
+            let slots = (0..32).map(|token| token % 7 - 1).collect();
             let adapters: [&[usize]; 5] = [&[16, 8], &[1, 128], &[64, 0], &[33, 7], &[100, 512]];
             let dense = dense::Case::linear(in_features, &slices, &adapters, slots);
             let case = Case::fused(dense::Case { dtype, values: Values::Rounded, ..dense }, false);
@@ -342,7 +342,7 @@ fn a_tokens_bits_depend_on_nothing_else() {
 #[ignore = "needs a GPU"]
 fn infinite_sums_stay_infinite() {
     let gpu = Gpu::new();
-    for dense in [8, 16, 32, 64].into_iter().flat_map(|tokens| dense::Case::of_infinities(tokens, 64)) {
+    for dense in [8, 16, 32].into_iter().flat_map(|tokens| dense::Case::of_infinities(tokens, 64)) {
         let case = Case::fused(dense, false);
         for_dtype!(case.check_infinities(&mut Raw::eager(&gpu))).unwrap();
     }
@@ -380,7 +380,7 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     const IN: usize = 1040;
     const SLICES: [usize; 2] = [80, 48];
     let gpu = Gpu::new();
-    let slots = (0..40).map(|token| token % 3 - 1).collect();
+    let slots = (0..29).map(|token| token % 3 - 1).collect();
     let dense = dense::Case::linear(IN, &SLICES, &[&[16, 3], &[40, 0]], slots);
     let case = Case { gaps: [0; 3], ..Case::fused(dense, false) };
     let (world, base) = (case.world::<bf16>(), case.base::<bf16>(Values::Exact));
@@ -506,7 +506,7 @@ fn a_replay_sees_what_changed() {
         }
     }
     let gpu = Gpu::new();
-    for &tokens in choose(&[8, 16, 40, 64][..], &[8, 40]) {
+    for &tokens in choose(&[8, 16, 24, 32][..], &[8, 24]) {
         run::<half::bf16>(&gpu, Dtype::BF16, tokens);
         run::<half::f16>(&gpu, Dtype::F16, tokens);
     }
@@ -601,14 +601,14 @@ fn the_raw_door_refuses_by_name() {
     };
     let x_at = |offset: u64, tokens| raw::MatrixRef::new::<bf16>(x.address() + offset, tokens, IN);
     let y_of = |tokens| raw::MatrixMut::new::<bf16>(y.address(), tokens, OUTS);
-    let error = run(&tables[0], 65, x_at(0, 65), y_of(65), workspace);
+    let error = run(&tables[0], 33, x_at(0, 33), y_of(33), workspace);
     assert!(
         matches!(
             error,
             LaunchError::Operand(OperandError::Capacity {
                 what: "the batch's tokens for this layer",
-                got: 65,
-                max: 64
+                got: 33,
+                max: 32
             })
         ),
         "{error}"
@@ -636,7 +636,7 @@ fn the_raw_door_refuses_by_name() {
     assert!(is_of_type(&error, "weights"), "{error}");
     let mut short = workspace;
     short.mailbox.bytes -= 1;
-    let error = run(&tables[0], 64, x_at(0, 64), y_of(64), short);
+    let error = run(&tables[0], 32, x_at(0, 32), y_of(32), short);
     let is_of_room = matches!(error, LaunchError::TooSmall { memory: "the workspace", got, want, .. }
         if want == bytes.mailbox && got + 1 == want);
     assert!(is_of_room, "{error}");
@@ -711,14 +711,14 @@ fn the_safe_api_refuses_by_name() {
         let mut step = weights.step(&batch, &mut workspace).unwrap();
         layer.forward(&mut step, x, MatrixMut::new(y.view_mut(), tokens, OUTS).unwrap())
     };
-    let error = run(65, w(0, 65)).unwrap_err();
+    let error = run(33, w(0, 33)).unwrap_err();
     assert!(
         matches!(
             error,
             LaunchError::Operand(OperandError::Capacity {
                 what: "the batch's tokens for this layer",
-                got: 65,
-                max: 64
+                got: 33,
+                max: 32
             })
         ),
         "{error}"
@@ -904,26 +904,30 @@ fn w_may_be_the_result_of_an_operation() {
     let queue = &gpu.queue;
     let (spec, [id, _]) = spec();
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    let weights = table(queue, &model, DType::BF16, 64);
+    const TOKENS: usize = IN / 2;
+    let weights = table(queue, &model, DType::BF16, TOKENS);
     let mut routing = Routing::new(queue, weights.capacity(), 1).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
-    let (x, first) = (buffer(queue, 64 * IN, 1.0), buffer(queue, OUTS * IN, 0.25));
+    let (x, first) = (buffer(queue, TOKENS * IN, 1.0), buffer(queue, OUTS * IN, 0.25));
     fn rows(w: &Buffer<bf16>, first: usize, rows: usize) -> Matrix<'_, bf16> {
         Matrix::new(w.slice(first * IN..(first + rows) * IN), rows, IN).unwrap()
     }
     let layer = FusedLinear::new(&weights, id, [rows(&first, 0, OUT[0]), rows(&first, OUT[0], OUT[1])]).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::BASE; 64])).unwrap();
+    let batch = routing.update(&Batch::new(&[Slot::BASE; TOKENS])).unwrap();
     for _ in 0..choose(50, 5) {
-        // [64, 48], read as [48, 64].
-        let (mut second, mut y) = (buffer(queue, 64 * OUTS, f32::NAN), buffer(queue, 64 * OUTS, 0.0));
+        // Two of [32, 48], read as [48, 64].
+        let (mut second, mut y) = (buffer(queue, IN * OUTS, f32::NAN), buffer(queue, TOKENS * OUTS, 0.0));
         let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let x = || Matrix::new(&x, 64, IN).unwrap();
-        layer.forward(&mut step, x(), MatrixMut::new(&mut second, 64, OUTS).unwrap()).unwrap();
+        let x = || Matrix::new(&x, TOKENS, IN).unwrap();
+        let (half, other) = second.split_at_mut(TOKENS * OUTS);
+        for half in [half, other] {
+            layer.forward(&mut step, x(), MatrixMut::new(half, TOKENS, OUTS).unwrap()).unwrap();
+        }
         let slices = [rows(&second, 0, OUT[0]), rows(&second, OUT[0], OUT[1])];
         let next = FusedLinear::new(&weights, id, slices).unwrap();
-        next.forward(&mut step, x(), MatrixMut::new(&mut y, 64, OUTS).unwrap()).unwrap();
+        next.forward(&mut step, x(), MatrixMut::new(&mut y, TOKENS, OUTS).unwrap()).unwrap();
         // W is 64 / 4 everywhere, and a sum has 64 terms.
-        assert_eq!(contents(&y), [1024.0; 64 * OUTS]);
+        assert_eq!(contents(&y), [1024.0; TOKENS * OUTS]);
     }
 }
 
@@ -1085,7 +1089,7 @@ fn a_workspace_remembers_nothing() {
     let (capacity, slots) = (Capacity::tokens(64).slots(4).rank(64), [0, 3, 1, -1, 2, 1, 0]);
     let dense = |in_features, slices: &[usize]| {
         let ranks: [Vec<usize>; 3] = [16, 64, 3].map(|rank| vec![rank; slices.len()]);
-        let slots = (0..64).map(|token| slots[token % slots.len()]).collect();
+        let slots = (0..32).map(|token| slots[token % slots.len()]).collect();
         dense::Case::linear(in_features, slices, &ranks.each_ref().map(|ranks| &ranks[..]), slots)
     };
     let cases = [dense(1040, &[264, 40]), dense(264, &[24])]
@@ -1123,11 +1127,11 @@ fn a_workspace_remembers_nothing() {
         let y = MatrixMut::new(y.slice_mut(0..tokens * y_place.cols), tokens, y_place.cols)?;
         if fuses { fused[layer].accumulate(step, x, y) } else { lora[layer].add_delta(step, x, y) }
     };
-    let launches: Vec<_> = choose(&[64, 1, 17, 33, 8][..], &[64, 1, 17])
+    let launches: Vec<_> = choose(&[32, 1, 17, 9, 8][..], &[32, 1, 17])
         .iter()
         .flat_map(|&tokens| [(0, true), (1, false), (1, true), (0, false)].map(|launch| (launch, tokens)))
         .collect();
-    let targets = || launches.iter().map(|((layer, _), _)| buffer(queue, 64 * cases[*layer].y().cols, 0.0));
+    let targets = || launches.iter().map(|((layer, _), _)| buffer(queue, 32 * cases[*layer].y().cols, 0.0));
     let rounds = choose(3, 1);
     let mut routing = Routing::new(queue, capacity, rounds * launches.len()).unwrap();
     let mut run = |shared: Option<&mut Workspace>, captured: bool| -> Vec<Vec<f32>> {
@@ -1247,7 +1251,7 @@ impl Launches {
     }
 }
 
-/// Where no block hands over its sums, and each of 64 tokens has an adapter of its own, the blocks of a slice compute the sums of its
+/// Where no block hands over its sums, and each of 32 tokens has an adapter of its own, the blocks of a slice compute the sums of its
 /// adapters themselves: four parts of 16 ranks of each, one after the other. A block alone would take less than 10 us for each.
 #[test]
 #[ignore = "needs a GPU"]
@@ -1257,8 +1261,8 @@ fn missing_sums_are_computed_in_a_bounded_time() {
     let gpu = Gpu::new();
     for rank in [16, 64] {
         let ranks = [rank; 3];
-        let adapters = vec![&ranks[..]; choose(64, 4)];
-        let slots = (0..64).map(|token| token % adapters.len() as i32).collect();
+        let adapters = vec![&ranks[..]; choose(32, 4)];
+        let slots = (0..32).map(|token| token % adapters.len() as i32).collect();
         let dense = dense::Case::linear(1024, choose(&[1024, 256, 256], &[96, 32, 32]), &adapters, slots);
         let case = Case::fused(dense::Case { values: Values::Rounded, ..dense }, false);
         let mut expected = Launches::new(&gpu, &case, 1);
@@ -1276,7 +1280,7 @@ fn missing_sums_are_computed_in_a_bounded_time() {
             longest = longest.max(if number == 0 { Duration::ZERO } else { start.elapsed() });
         }
         assert!(launches.take().iter().all(|y| *y == expected), "rank {rank}: the results differ");
-        let most = OF_A_SUM * PARTS * (64 * rank as u32 / 16);
+        let most = OF_A_SUM * PARTS * (32 * rank as u32 / 16);
         println!("rank {rank}: {longest:?} of {most:?}");
         assert!(longest < most, "rank {rank}: {longest:?}, and at most {most:?} are expected");
     }
@@ -1288,7 +1292,7 @@ fn missing_sums_are_computed_in_a_bounded_time() {
 fn tags_come_again_without_harm() {
     const HEADER_WORDS: usize = 16;
     let gpu = Gpu::new();
-    let slots = (0..64).map(|token| token % 3).collect();
+    let slots = (0..32).map(|token| token % 3).collect();
     let dense = dense::Case::linear(2048, &[256, 64], &[&[16, 9], &[64, 1], &[3, 0]], slots);
     let large = Case::fused(dense::Case { values: Values::Rounded, ..dense }, false);
     let mut small = large.clone();

@@ -56,7 +56,6 @@ template <typename T, int kTokenTiles>
 struct Delta {
   static constexpr int kTokens = kTokenTiles * kTokenTile;
   static constexpr int kWarps = kDeltaWarps, kThreads = 32 * kWarps;
-  static constexpr int kAPlaces = a_places(kTokenTiles);
   static constexpr bool kAFirst = requests_a_first(kTokenTiles);
 
   const FusedParams& p;

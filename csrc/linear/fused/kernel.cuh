@@ -5,7 +5,6 @@
 
 #include "delta.cuh"
 #include "multiply.cuh"
-#include "multiply_wide.cuh"
 
 namespace aril::detail {
 
@@ -77,11 +76,7 @@ __global__ void __launch_bounds__(32 * fused_warps(kMaxStrips, kTokenTiles), 1)
   wait_for_start();
   if (p.splits > 1) arrive_at_cluster();
   if (warp < multipliers) {
-    if constexpr (is_wide(kTokenTiles)) {
-      multiply_wide<T>(p, shared, dynamic);
-    } else {
-      multiply_strips<T, kTokenTiles>(p, shared, dynamic);
-    }
+    multiply_strips<T, kTokenTiles>(p, shared, dynamic);
     return;
   }
   if (warp < multipliers + kProducers) {

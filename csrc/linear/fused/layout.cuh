@@ -10,9 +10,7 @@
 // A cluster of `splits` thread blocks owns some strips of a slice of W, and each of its blocks a
 // range of the input features. The warps of a block have three roles:
 // - Producers fill the ring: one thread with W, which waits for no predecessor, one with x.
-// - Multipliers compute x W^T: up to 32 tokens by mma.sync, W's rows as M and the tokens as N
-//   (multiply.cuh); more by one warpgroup's wgmma, the tokens as M and W's rows as N
-//   (multiply_wide.cuh).
+// - Multipliers compute x W^T by mma.sync, W's rows as M and the tokens as N (multiply.cuh).
 // - The delta's warps compute their share of v, pass it through the mailbox, gather all of v,
 //   and leave scaling * B v of the block's own rows for the multipliers to add before the only
 //   store of y (delta.cuh).
@@ -50,7 +48,7 @@ constexpr int kDeltaWarps = ARIL_FORWARD_DELTA_WARPS;
 constexpr int kParts = ARIL_FORWARD_PARTS;
 constexpr int kPairRanks = 16;           // two tiles of A: mma.sync's M
 constexpr int kPairBytes = kATileBytes;  // of 128 features of a pair
-constexpr int kMaxAPlaces = 2;           // buffers of A of a warp
+constexpr int kAPlaces = 2;              // buffers of A of a warp
 constexpr int kHalves = kDeltaWarps;     // of a step of A: a warp sums 128 features
 constexpr int kPanelRanks = 32;          // of B, eight for each lane of four
 constexpr int kMaxPanelPlaces = 8;       // buffers of B of a warp, in the memory of A
@@ -69,17 +67,11 @@ struct FusedGrid {
   int trigger;  // stages before its last at which a block lets dependents begin
 };
 
-// Whether one warpgroup multiplies.
-__host__ __device__ __forceinline__ constexpr bool is_wide(int token_tiles) {
-  return token_tiles > 4;
-}
-
 // The sums of the two halves of each box stay apart until the end, whatever the number of tokens.
-// With up to 16 tokens a warp computes both halves of one strip. With up to 32, two teams take one
-// half each and a warp has two strips, so that it loads fragments of x once for both. A warpgroup
-// computes both halves of all strips.
+// With up to 16 tokens a warp computes both halves of one strip. With more, two teams take one half
+// each and a warp has two strips, so that it loads fragments of x once for both.
 __host__ __device__ __forceinline__ constexpr int teams(int token_tiles) {
-  return token_tiles > 2 && !is_wide(token_tiles) ? kMaxTeams : 1;
+  return token_tiles > 2 ? kMaxTeams : 1;
 }
 __host__ __device__ __forceinline__ constexpr int strips_per_warp(int token_tiles) {
   return teams(token_tiles);
@@ -91,12 +83,7 @@ __host__ __device__ __forceinline__ constexpr int team_warps(int pass_strips, in
 
 __host__ __device__ __forceinline__ constexpr int multiplier_warps(int pass_strips,
                                                                    int token_tiles) {
-  return is_wide(token_tiles) ? 4 : teams(token_tiles) * team_warps(pass_strips, token_tiles);
-}
-
-// One place where the ring needs the memory more.
-__host__ __device__ __forceinline__ constexpr int a_places(int token_tiles) {
-  return is_wide(token_tiles) ? 1 : kMaxAPlaces;
+  return teams(token_tiles) * team_warps(pass_strips, token_tiles);
 }
 
 // Whether a block requests its first A before the rest of its ring. Behind the copies of a full
@@ -141,7 +128,7 @@ struct DeltaShared {
   int32_t polls;    // left for the next one
   uint32_t epoch;
   uint32_t ticket;                                     // how many blocks started before this one
-  TransactionBarrier a[kDeltaWarps][kMaxAPlaces];      // a warp's buffers of A, and
+  TransactionBarrier a[kDeltaWarps][kAPlaces];         // a warp's buffers of A, and
   TransactionBarrier b[kDeltaWarps][kMaxPanelPlaces];  // of B, at the same place
   DeltaPartial partials[kPartials];
 };

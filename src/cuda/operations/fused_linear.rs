@@ -15,8 +15,8 @@ use crate::{
 };
 
 /// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
-/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16` on compute capability 9.0, and
-/// up to 32 on newer ones.
+/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0
+/// on.
 ///
 /// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8 elements. In a
 /// captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive, and the layer must be older than the capture.

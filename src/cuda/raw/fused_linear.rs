@@ -18,8 +18,8 @@ const RINGS: usize = ffi::ARIL_FORWARD_RINGS as usize;
 const POLLS: i32 = 1024;
 
 /// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
-/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16` on compute capability 9.0, and
-/// up to 32 on newer ones.
+/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0
+/// on.
 ///
 /// W is read in PyTorch's layout. A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of
 /// more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](crate::cuda::LoraLinear). They sum in
