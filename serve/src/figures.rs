@@ -27,7 +27,7 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     model::TpRank,
-    plan::{Capacity, MAX_FORWARD_TOKENS},
+    plan::Capacity,
     pool::{AdapterId, Lease, Load, PoolConfig, PoolError, Source, StreamId},
     routing::Batch,
 };
@@ -54,11 +54,11 @@ use crate::{
     dummy,
     engine::{
         Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
-        graph::{self, Captured, Drawn, Rows, Tables, Variant},
+        graph::{self, Captured, Drawn, OfStack, Tables, Variant},
         ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
-    forward::{Session, Step},
+    forward::{FUSED_TOKENS, Session, Step},
     group::Rank,
     model::{Described, Model, Split, describe},
     stderr::say,
@@ -818,7 +818,7 @@ impl Timer<'_, '_> {
         };
         let mut operands = graph::Batch::new(self.device, batch, tables)?;
         let mut capture = |has_adapters, base| {
-            let stacked = if base == Base::Stacked { Rows::Deltas } else { Rows::None };
+            let stacked = if base == Base::Stacked { OfStack::Deltas } else { OfStack::Nothing };
             let captured = Captured::new(
                 (self.model, Slots::Pool(&adapters.pool)),
                 self.session,
@@ -831,7 +831,7 @@ impl Timer<'_, '_> {
         for base in [Base::Gemm, Base::Fused, Base::Stacked] {
             let is_there = match base {
                 Base::Gemm => true,
-                Base::Fused => batch <= MAX_FORWARD_TOKENS,
+                Base::Fused => batch <= FUSED_TOKENS,
                 Base::Stacked => self.model.stack.is_some(),
             };
             if is_there {

@@ -222,6 +222,12 @@ pub(super) mod mode {
             (_, false, false) => 5,
         }
     }
+
+    /// With higher ranks, the rows of a stack cost a GEMM of many tokens more than launches for deltas. Of fewer tokens than 32 there is no
+    /// measurement.
+    pub(in crate::plan) const fn is_fastest_stacked(num_tokens: usize, stack_rank: usize) -> bool {
+        num_tokens >= 32 && (num_tokens <= 512 || stack_rank <= 32)
+    }
 }
 
 /// How a fused linear is launched.

@@ -80,8 +80,13 @@ fn plans_of_any_batch_do_not_wrap() {
     assert!(plan.num_splits(MOST) > 0 && !plan.to_string().is_empty());
     let fused = ForwardPlan::new(&model[linear], DType::BF16, capacity).unwrap().on(device).unwrap();
     assert_eq!(fused.workspace_bytes_for(MOST).mailbox, MOST);
-    assert_eq!(plan.fastest_mode(1, 0, Some(&fused)), Mode::Fused);
-    assert_eq!(plan.fastest_mode(1, MOST, Some(&fused)), Mode::First);
+    assert_eq!(plan.fastest_mode(1, 0, Some(&fused), None), Mode::Fused);
+    assert_eq!(plan.fastest_mode(1, MOST, Some(&fused), None), Mode::First);
+    let stacked = |tokens, rank| plan.fastest_mode(tokens, 1, None, Some(rank)) == Mode::Stacked;
+    assert_eq!(
+        [(31, 16), (32, 16), (512, MOST), (513, 32), (513, 33)].map(|(tokens, rank)| stacked(tokens, rank)),
+        [false, true, true, true, false]
+    );
     let plan = ExpertsPlan::new(&model[experts], DType::BF16, capacity).unwrap().on(device);
     let bytes = [plan.gate_up(), plan.down()].map(|plan| plan.workspace_bytes_for(MOST, MOST).mailbox);
     assert_eq!(bytes, [MOST; 2]);

@@ -185,7 +185,7 @@ impl<T: Element> Device for Cpu<T> {
         match *fused {}
     }
 
-    fn is_fastest_stacked(&self, stack: &Infallible, _: usize) -> bool {
+    fn is_fastest_stacked(&self, _: &LoraLinear, stack: &Infallible, _: usize) -> bool {
         match *stack {}
     }
 

@@ -65,7 +65,7 @@ use crate::{
     device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
-    forward::{FUSED_TOKENS, Inputs, Stacked},
+    forward::{Inputs, Stacked},
     group::Rank,
     kernels::{HEADS, IMAGE, THREADS, grouped_gemm, parts},
 };
@@ -128,9 +128,6 @@ const MANY_TOKENS: usize = 512;
 
 /// The ranks of few adapters: eight of rank 16.
 const FEW_RANKS: usize = 128;
-
-/// With stacks of higher ranks, steps of many tokens take longer than with deltas of their own launches.
-const LOW_RANK: usize = 32;
 
 /// For the layers and for the head, after which values are copied to the host.
 const STEPS_IN_FLIGHT: usize = 2;
@@ -723,7 +720,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn is_fastest_fused(&self, layer: &Linear, fused: &Fused<'_, T>, tokens: usize) -> bool {
         let Linear::Whole(layer) = layer else { return false };
-        layer.plan().fastest_mode(tokens, FEW_RANKS, Some(fused.layer.plan())) == Mode::Fused
+        layer.plan().fastest_mode(tokens, FEW_RANKS, Some(fused.layer.plan()), None) == Mode::Fused
     }
 
     /// Copies the base weights to where there are rows behind them.
@@ -756,8 +753,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         if rows.is_empty() { Ok(None) } else { Ok(Some(cuda::Stack::new(adapters, bounds, rows)?)) }
     }
 
-    fn is_fastest_stacked(&self, stack: &cuda::Stack, tokens: usize) -> bool {
-        tokens > FUSED_TOKENS && (tokens <= MANY_TOKENS || stack.rank() <= LOW_RANK)
+    fn is_fastest_stacked(&self, layer: &Linear, stack: &cuda::Stack, tokens: usize) -> bool {
+        let Linear::Whole(layer) = layer else { return false };
+        layer.plan().fastest_mode(tokens, FEW_RANKS, None, Some(stack.rank())) == Mode::Stacked
     }
 
     fn place(&self, stack: &mut cuda::Stack, step: &mut cuda::Step<'_>) -> Result<bool> {

@@ -226,8 +226,8 @@ pub trait Device: Sized + 'static {
     {
         Ok(None)
     }
-    /// Whether steps of so many tokens, whatever their adapters, are fastest with the stack.
-    fn is_fastest_stacked(&self, stack: &Self::Stack, tokens: usize) -> bool;
+    /// Whether a layer with so many tokens, whatever their adapters, is fastest with the stack, if not as its fused linear.
+    fn is_fastest_stacked(&self, layer: &Self::LoraLinear, stack: &Self::Stack, tokens: usize) -> bool;
     /// Brings the adapters of a step into the stack, and returns whether there is room for them.
     fn place(&self, stack: &mut Self::Stack, step: &mut Self::LoraStep<'_>) -> Result<bool>;
     /// Those of an embedding.

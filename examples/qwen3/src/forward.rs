@@ -13,7 +13,7 @@
 
 use std::cell::RefCell;
 
-use aril::{Element, Slot};
+use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
 use crate::{
     config::{Config, Heads},
@@ -60,9 +60,8 @@ impl Step {
     }
 }
 
-/// Steps of up to this many tokens run base weights and adapters in one launch, in all layers. With more, the GPU's own GEMM and a launch
-/// for the adapters are as fast or faster, depending on the layer and on how many adapters there are.
-pub const FUSED_TOKENS: usize = 32;
+/// Steps of up to this many tokens run base weights and adapters in one launch, in the layers where that is fastest.
+pub const FUSED_TOKENS: usize = MAX_FORWARD_TOKENS;
 
 /// Which linear layers of a step run base weights and adapters in one launch.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -239,7 +238,9 @@ impl<D: Device> Model<'_, D> {
 
     /// Whether the GEMMs of steps of so many tokens have the rows of the stack.
     pub fn has_stacked_rows(&self, tokens: usize) -> bool {
-        self.stack.as_ref().is_some_and(|stack| self.device.is_fastest_stacked(&stack.borrow(), tokens))
+        let Some(stack) = self.stack.as_ref().filter(|_| tokens > FUSED_TOKENS) else { return false };
+        let is_fastest = |layer: &Layer<D>| self.device.is_fastest_stacked(&layer.qkv.lora, &stack.borrow(), tokens);
+        self.layers.first().is_some_and(is_fastest)
     }
 
     /// Uploads the indices of a step.

@@ -5,7 +5,7 @@
 
 use std::{cell::RefCell, convert::Infallible, iter, time::Instant};
 
-use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
+use aril::{Element, Slot};
 
 use crate::{
     cpu::Cpu,
@@ -14,10 +14,6 @@ use crate::{
     forward::{FUSED_TOKENS, Fusion, Inputs, Lora, Session, Stacked, Step},
     model::Model,
 };
-
-/// With up to this many adapters, steps of more than [`FUSED_TOKENS`] tokens run base weights and adapters in one launch as well, in the
-/// layers where that is faster than cuBLASLt's GEMM (`benches/record/designs.md`, "A layer of the engine").
-const FEW_ADAPTERS: usize = 8;
 
 /// A device that may capture steps.
 pub(crate) trait Capture: Device {
@@ -132,13 +128,13 @@ pub(crate) struct Variant {
     pub(crate) has_adapters: bool,
     /// Whether layers run base weights and adapters in one launch where the device can and that is fastest.
     pub(crate) is_fused: bool,
-    pub(crate) stacked: Rows,
+    pub(crate) stacked: OfStack,
 }
 
 /// What of the model's stack a captured step has.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Rows {
-    None,
+pub(crate) enum OfStack {
+    Nothing,
     /// [`Stacked::Rows`].
     Rows,
     /// [`Stacked::Deltas`].
@@ -152,8 +148,7 @@ pub(crate) struct Captured<D: Capture> {
 }
 
 impl<D: Capture> Decoder<D> {
-    /// Captures steps of up to `max_tokens` sequences of up to `max_adapters` adapters at a time. Without graphs on the device, the
-    /// decoder takes no step.
+    /// Captures steps of up to `max_tokens` sequences. Without graphs on the device, the decoder takes no step.
     ///
     /// The driver may let an allocation wait for all devices. So all ranks have allocated before one of them runs a step, which waits for
     /// the others.
@@ -161,7 +156,7 @@ impl<D: Capture> Decoder<D> {
         model: &Model<'_, D>,
         adapters: Slots<'_, D>,
         session: &mut Session<'_, D>,
-        (max_tokens, max_adapters): (usize, usize),
+        max_tokens: usize,
         tables: Tables,
     ) -> Result<Self> {
         let operands = sizes(max_tokens).into_iter().map(|tokens| Batch::new(model.device, tokens, tables));
@@ -172,18 +167,16 @@ impl<D: Capture> Decoder<D> {
             let tokens = batch.tokens;
             let has_rows = model.has_stacked_rows(tokens);
             let mut capture = |has_adapters, stacked| {
-                let are_few = has_adapters && max_adapters <= FEW_ADAPTERS;
-                let is_fused = !has_rows && tokens <= if are_few { MAX_FORWARD_TOKENS } else { FUSED_TOKENS };
-                let variant = Variant { has_adapters, is_fused, stacked };
+                let variant = Variant { has_adapters, is_fused: tokens <= FUSED_TOKENS, stacked };
                 Captured::new((model, adapters), session, &batch, variant)
             };
             let (with_adapters, without) = if has_rows {
-                (capture(true, Rows::Rows)?, capture(false, Rows::Deltas)?)
+                (capture(true, OfStack::Rows)?, capture(false, OfStack::Deltas)?)
             } else {
-                (capture(true, Rows::None)?, capture(false, Rows::None)?)
+                (capture(true, OfStack::Nothing)?, capture(false, OfStack::Nothing)?)
             };
             let (Some(with_adapters), Some(without)) = (with_adapters, without) else { break };
-            let stacked = if has_rows { capture(true, Rows::Deltas)? } else { None };
+            let stacked = if has_rows { capture(true, OfStack::Deltas)? } else { None };
             batches.push(Graphs { batch, stacked, with_adapters, without });
         }
         Ok(Self { batches, enqueued: None })
@@ -310,12 +303,12 @@ impl<D: Capture> Captured<D> {
                 let fusion = if is_fused { Fusion::Fastest(batch.tokens) } else { Fusion::None };
                 let mut stack = model.stack.as_ref().map(RefCell::borrow_mut);
                 let stacked = match (stacked, &mut stack) {
-                    (Rows::Deltas, Some(stack)) => {
+                    (OfStack::Deltas, Some(stack)) => {
                         // Of no adapters, or any.
                         model.device.place(stack, step)?;
                         Stacked::Deltas(&**stack)
                     }
-                    (Rows::Rows, Some(_)) => Stacked::Rows,
+                    (OfStack::Rows, Some(_)) => Stacked::Rows,
                     _ => Stacked::No,
                 };
                 let mut lora = Lora { step, has_adapters, fusion, stacked };

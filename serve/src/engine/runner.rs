@@ -33,7 +33,7 @@ impl<'m, D: Capture> Runner<'m, D> {
         };
         // What is allocated comes before the first step, as `Decoder` says.
         let draws = [model.device.draws(limits.running)?, model.device.draws(limits.running)?];
-        let decoder = Decoder::new(model, adapters, &mut session, (limits.running, limits.adapters), tables)?;
+        let decoder = Decoder::new(model, adapters, &mut session, limits.running, tables)?;
         Ok(Self { model, decoder, session, block_rows, draws })
     }
 

@@ -19,7 +19,7 @@ use super::{
             MAX_LARGE_M_OUTS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time, min_expand_blocks,
             resident_expand,
         },
-        mode::base_to_factors,
+        mode::{base_to_factors, is_fastest_stacked},
     },
 };
 use crate::{
@@ -305,16 +305,26 @@ pub enum Mode {
     First,
     /// `FusedLinear::forward` instead of the GEMM.
     Fused,
+    /// The GEMM by all rows of W and a stack, then `add_stacked_delta`.
+    Stacked,
 }
 
 impl LinearPlan {
     /// The mode with which the layer takes least time in a batch of `num_tokens` tokens. `ranks` is the sum of the ranks of the distinct
-    /// adapters in the batch. `fused` is the layer's fused linear, if it has one.
+    /// adapters in the batch. `fused` is the layer's fused linear, if it has one. `stack_rank` is the rank of the stack that the layer is in,
+    /// if it has room for the batch.
     ///
     /// The choice comes from measurements on an H200 in bf16, beside cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. An
-    /// expand within the operation behind the layer is not chosen, because it depends on that operation.
-    pub fn fastest_mode(&self, num_tokens: usize, ranks: usize, fused: Option<&ForwardPlan>) -> Mode {
+    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. That of
+    /// stacks is from `benches/record/designs.md`, "A as further rows of W". An expand within the operation behind the layer is not chosen,
+    /// because it depends on that operation.
+    pub fn fastest_mode(
+        &self,
+        num_tokens: usize,
+        ranks: usize,
+        fused: Option<&ForwardPlan>,
+        stack_rank: Option<usize>,
+    ) -> Mode {
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = product(&[ranks, self.out_features().len() * in_features + out_features]);
         let has_base_of = |times: usize| product(&[factors, times]) <= in_features * out_features;
@@ -323,6 +333,12 @@ impl LinearPlan {
             let times = base_to_factors(num_tokens, fused.reads_input_once(), is_down);
             num_tokens <= fused.max_tokens() && has_base_of(times)
         };
-        if fused.is_some_and(is_fastest_fused) { Mode::Fused } else { Mode::First }
+        if fused.is_some_and(is_fastest_fused) {
+            Mode::Fused
+        } else if stack_rank.is_some_and(|rank| is_fastest_stacked(num_tokens, rank)) {
+            Mode::Stacked
+        } else {
+            Mode::First
+        }
     }
 }

@@ -28,7 +28,7 @@ fn beside_a_kernel_that_takes_most_multiprocessors() {
         (256, &[13_000], [&[16], &[128], &[1]]),
     ];
     for (in_features, slices, adapters) in shapes {
-        for tokens in [1, 8, 16, 64] {
+        for tokens in [1, 8, 16, 32] {
             let launches = |slots| {
                 let case = dense::Case::linear(in_features, slices, &adapters, slots);
                 Beside::new(&gpu, &Case::fused(dense::Case { values: Values::Rounded, ..case }, false))

@@ -98,7 +98,13 @@ pub(crate) fn measure(
     results: &mut Results,
 ) -> Result<()> {
     let mut adapted = Adapted::new(gemm, stage, workload)?;
-    adapted.stack()?;
+    let measured = adapted.stack().and_then(|()| compare(&mut adapted, no_time, results));
+    adapted.restore()?;
+    measured
+}
+
+fn compare(adapted: &mut Adapted<'_>, no_time: bool, results: &mut Results) -> Result<()> {
+    let Adapted { stage, workload, .. } = *adapted;
     if workload.num_tokens() <= MAX_FORWARD_TOKENS
         && let Err(error) = adapted.fuse()
     {
@@ -171,6 +177,18 @@ impl<'a> Adapted<'a> {
         let Self { stage, workload, layer, .. } = self;
         let rows = |set| base_address(stage, workload, set) + elem_bytes(base_elems(workload)) as u64;
         self.stacks = (0..num_base_sets(workload)).map(|set| layer.stacked(rows(set), set)).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Gives the rows of stacks back what the weights of other workloads are there.
+    fn restore(&self) -> Result<()> {
+        let Self { stage, workload, .. } = self;
+        let elems = stacked_rows(workload) * workload.in_features;
+        for set in 0..num_base_sets(workload) {
+            let first = first_base(workload, set) + base_elems(workload);
+            let values: Vec<bf16> = stage.data.weights.range(first, elems).collect();
+            stage.gpu.write(stage.weights.address + elem_bytes(first) as u64, &values)?;
+        }
         Ok(())
     }
 

@@ -178,7 +178,7 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
         let fused = ForwardPlan::new(site, DType::BF16, capacity).unwrap();
         let plan = LinearPlan::new(site, DType::BF16, capacity).unwrap();
         // All adapters are in the batch.
-        let mode = plan.fastest_mode(workload.num_tokens(), workload.ranks.iter().sum(), Some(&fused));
+        let mode = plan.fastest_mode(workload.num_tokens(), workload.ranks.iter().sum(), Some(&fused), None);
         let name = format!("{mode:?}").to_lowercase();
         let of_gemm = added.added_us.iter().filter(|(name, _)| *name != "within");
         let least = of_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
