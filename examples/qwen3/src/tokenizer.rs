@@ -76,7 +76,10 @@ impl Tokenizer {
         let bytes = serde_json::to_vec(&fields)?;
         guarded(|| {
             let inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|error| Error::new(error.to_string()))?;
-            let least = if Least::holds(&fields) { Least::new(&inner.get_vocab(true)) } else { Least::default() };
+            let least = match Least::holds(&fields) {
+                true => Least::new(&inner.get_vocab(true), |byte| spelled(&fields, byte)),
+                false => Least::default(),
+            };
             let spelling = Spelling::of(inner.get_decoder());
             Ok(Self { inner, least, spelling })
         })
@@ -182,9 +185,9 @@ fn fallback_byte(spelled: &str) -> Option<u8> {
 
 /// How many tokens a text has at least, which is found faster than its tokens.
 ///
-/// Visible ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n` bytes stands for at
-/// most `n` of them, so a character counts as one part of the bytes of the longest token that it is in. White space does not count: an
-/// added token may take any number of it. Nor does a character before one beyond ASCII, with which it may be composed.
+/// ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n` characters stands for at most
+/// `n` of them, so a character counts as one part of the characters of the longest token that it is in. A character before one beyond ASCII
+/// does not count, as it may be composed with it; nor does white space where an added token may take any number of it.
 #[derive(Clone, Copy, Debug)]
 struct Least([u64; 128]);
 
@@ -192,22 +195,29 @@ impl Least {
     /// What a character counts that is a token.
     const TOKEN: u64 = 1 << 32;
 
-    fn new(vocab: &HashMap<String, u32>) -> Self {
-        let mut longest = [0; 128];
+    /// With the character that each byte is in the vocabulary, if it is one.
+    fn new(vocab: &HashMap<String, u32>, spelled: impl Fn(u8) -> Option<char>) -> Self {
+        let mut longest: HashMap<char, u64> = HashMap::new();
         for token in vocab.keys() {
-            for byte in token.bytes().filter(u8::is_ascii_graphic) {
-                let longest = &mut longest[usize::from(byte)];
-                *longest = token.len().max(*longest);
+            let len = token.chars().count() as u64;
+            for char in token.chars() {
+                let longest = longest.entry(char).or_default();
+                *longest = len.max(*longest);
             }
         }
         Self(from_fn(|byte| {
-            let is_token = |char| vocab.contains_key(char::from(char).encode_utf8(&mut [0; 4]));
-            let longest = u8::try_from(byte).is_ok_and(is_token).then_some(longest[byte]);
-            longest.and_then(|longest| Self::TOKEN.checked_div(longest as u64)).unwrap_or(0)
+            let count = || {
+                let byte = u8::try_from(byte).ok()?;
+                let spelled = spelled(byte).filter(|char| vocab.contains_key(char.encode_utf8(&mut [0; 4]) as &str))?;
+                // Added tokens have characters as they are.
+                let of = [spelled, char::from(byte)].into_iter().filter_map(|char| longest.get(&char)).max()?;
+                Self::TOKEN.checked_div(*of)
+            };
+            count().unwrap_or(0)
         }))
     }
 
-    /// Whether a `tokenizer.json` keeps visible ASCII characters as they are, up to its model.
+    /// Whether a `tokenizer.json` keeps ASCII characters, up to its model.
     fn holds(fields: &Map<String, Value>) -> bool {
         let is = |value: &Value, types: &[&str]| value["type"].as_str().is_some_and(|of| types.contains(&of));
         let keeps = |value: &Value| {
@@ -240,6 +250,31 @@ impl Least {
         // No text has 2^32 characters.
         let sum: u64 = counted.map(|(byte, _)| self.0[usize::from(*byte)]).sum();
         usize::try_from(sum.div_ceil(Self::TOKEN)).unwrap_or(usize::MAX)
+    }
+}
+
+/// The character that an ASCII byte is in the vocabulary of a `tokenizer.json` whose parts keep it; `None` if it may be none.
+fn spelled(fields: &Map<String, Value>, byte: u8) -> Option<char> {
+    let char = char::from(byte);
+    if char.is_ascii_graphic() {
+        return Some(char);
+    }
+    let parts: Vec<&Value> = [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")]
+        .into_iter()
+        .filter_map(|(name, parts)| Some((fields.get(name)?, parts)))
+        .flat_map(|(all, parts)| all[parts].as_array().map_or(std::slice::from_ref(all), Vec::as_slice))
+        .collect();
+    let has = |name: &str| parts.iter().any(|part| part["type"] == name);
+    let added = fields.get("added_tokens").and_then(Value::as_array).into_iter().flatten();
+    let is_stripping = |token: &Value| token["lstrip"] == true || token["rstrip"] == true;
+    if !char.is_ascii_whitespace() || added.into_iter().any(is_stripping) {
+        return None;
+    }
+    match (has("ByteLevel"), has("Metaspace") || has("Replace")) {
+        (true, true) => None,
+        (true, false) => ('\u{100}'..='\u{143}').find(|char| byte_of(*char) == Some(byte)),
+        (false, true) if char == ' ' => Some('\u{2581}'),
+        (false, _) => Some(char),
     }
 }
 

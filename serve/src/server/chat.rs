@@ -1,9 +1,9 @@
 //! Chat templates: from messages to a prompt.
 
-use std::{collections::HashMap, path::Path};
+use std::{collections::HashMap, path::Path, sync::OnceLock};
 
 use minijinja::{
-    Environment,
+    Environment, ErrorKind,
     value::{Serde, Value as TemplateValue},
 };
 use serde::Deserialize;
@@ -29,8 +29,9 @@ pub(crate) struct Template {
     environment: Environment<'static>,
     source: Option<String>,
     special: Special,
-    /// By role, as far as the template shows a message of the role.
-    forms: HashMap<&'static str, Form>,
+    /// By role, as far as the template shows a message of the role. It is rendered for the first chat, so that it can keep nothing else from
+    /// being served.
+    forms: OnceLock<HashMap<&'static str, Form>>,
 }
 
 /// What a prompt is rendered from, beside the messages.
@@ -52,6 +53,7 @@ struct Special {
     pad_token: Option<Token>,
     #[serde(default)]
     chat_template: Option<Value>,
+    add_bos_token: Option<Value>,
 }
 
 /// A token as tokenizer_config.json writes it.
@@ -89,9 +91,20 @@ impl Template {
         };
         let text = source.as_deref().unwrap_or_default();
         let environment = jinja::environment(NAME, text).context("the chat template")?;
-        let mut template = Self { environment, source, special, forms: HashMap::new() };
-        template.forms = ROLES.into_iter().filter_map(|role| Some((role, template.form(role)?))).collect();
-        Ok(template)
+        Ok(Self { environment, source, special, forms: OnceLock::new() })
+    }
+
+    fn forms(&self) -> &HashMap<&'static str, Form> {
+        self.forms.get_or_init(|| {
+            // One that takes too much is not rendered again.
+            let forms = ROLES.into_iter().map_while(|role| Some((role, self.form(role).ok()?)));
+            forms.filter_map(|(role, form)| Some((role, form?))).collect()
+        })
+    }
+
+    /// Whether the class of the checkpoint's tokenizer is told to put a token before every text.
+    pub(crate) fn asks_for_bos(&self) -> bool {
+        self.special.add_bos_token == Some(Value::Bool(true))
     }
 
     pub(crate) fn source(&self) -> Option<&str> {
@@ -103,8 +116,8 @@ impl Template {
         self.environment.get_template(NAME).is_ok_and(|template| template.undeclared_variables(false).contains(name))
     }
 
-    /// The form in which the template shows the content of a role; `None` if it shows none.
-    fn form(&self, role: &'static str) -> Option<Form> {
+    /// The form in which the template shows the content of a role; `None` if it shows none. An error if it takes too much.
+    fn form(&self, role: &'static str) -> std::result::Result<Option<Form>, minijinja::Error> {
         const SHOWN: &str = "(shown)";
         let shown = |form| {
             let user = || Message::new("user", Content::Text(".".into()));
@@ -124,15 +137,17 @@ impl Template {
             };
             let messages = before.into_iter().map(of_others).chain([message.value(role, form)]);
             let messages: Vec<Value> = messages.chain(behind.map(of_others)).collect();
-            let rendered = self.rendered(&messages, &Options { adds_prompt: true, ..Options::default() });
-            rendered.ok().filter(|rendered| rendered.contains(SHOWN))
+            match self.rendered(&messages, &Options { adds_prompt: true, ..Options::default() }) {
+                Err(error) if error.kind() == ErrorKind::OutOfFuel => Err(error),
+                rendered => Ok(rendered.ok().filter(|rendered| rendered.contains(SHOWN))),
+            }
         };
-        match (shown(Form::Text), shown(Form::Parts)) {
+        Ok(match (shown(Form::Text)?, shown(Form::Parts)?) {
             (Some(text), Some(parts)) if text == parts => Some(Form::Both),
             (Some(_), _) => Some(Form::Text),
             (None, Some(_)) => Some(Form::Parts),
             (None, None) => None,
-        }
+        })
     }
 
     /// The prompt of a conversation.
@@ -146,17 +161,26 @@ impl Template {
             return Err(ApiError::bad_request("The chat template reads no `documents`.").of("documents"));
         }
         let last = messages.last().map(|message| message.content.last().to_owned()).unwrap_or_default();
-        let value = |message: Message| {
-            let role = match message.role {
-                // A template that has no developer calls it system.
-                "developer" if !self.forms.contains_key("developer") => "system",
-                role => role,
+        let rendered = jinja::apart(|| {
+            let forms = self.forms();
+            let value = |message: Message| {
+                let role = match message.role {
+                    // A template that has no developer calls it system.
+                    "developer" if !forms.contains_key("developer") => "system",
+                    role => role,
+                };
+                message.value(role, forms.get(role).copied().unwrap_or(Form::Text))
             };
-            message.value(role, self.forms.get(role).copied().unwrap_or(Form::Text))
-        };
-        let messages: Vec<Value> = messages.into_iter().map(value).collect();
-        let rendered = self.rendered(&messages, options).map_err(|error| {
-            ApiError::bad_request(format!("The chat template refuses the messages: {error}")).of("messages")
+            self.rendered(&messages.into_iter().map(value).collect::<Vec<_>>(), options)
+        });
+        let rendered = rendered.and_then(|rendered| rendered).map_err(|error| {
+            let message = match error.kind() {
+                ErrorKind::OutOfFuel => {
+                    "The chat template takes too long, or too much memory, for the messages.".into()
+                }
+                _ => format!("The chat template refuses the messages: {error}"),
+            };
+            ApiError::bad_request(message).of("messages")
         })?;
         if options.continues_last { up_to_last(&rendered, &last) } else { Ok(rendered) }
     }
@@ -240,7 +264,7 @@ mod tests {
 
     #[test]
     fn the_form_of_contents_is_the_templates_own() {
-        let form = |source: &str, role| template(source, &json!({})).forms.get(role).copied();
+        let form = |source: &str, role| template(source, &json!({})).forms().get(role).copied();
         let each = |body: &str| format!("{{% for message in messages %}}{body}{{% endfor %}}");
         let parts =
             "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}";

@@ -732,3 +732,34 @@ impl TokenLogprobs {
 fn event(chunk: &Value) -> Result<sse::Event, Infallible> {
     Ok(sse::Event::default().data(chunk.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::{Format, Named, TokenLogprobs};
+
+    /// Of tokens with the same text, the chosen one's value is named, and then the most probable one's.
+    #[test]
+    fn a_text_has_the_value_of_the_token_that_counts() {
+        let named = |text: &str, byte, logprob| Named { text: text.into(), bytes: vec![byte], logprob: Some(logprob) };
+        let top = vec![
+            named("\u{fffd}", 0xc3, -0.5),
+            named("a", b'a', -1.0),
+            named("\u{fffd}", 0xe6, -1.5),
+            named("b", b'b', -2.0),
+            named("b", b'b', -3.0),
+        ];
+        let logprobs =
+            TokenLogprobs { tokens: vec![named("\u{fffd}", 0xe6, -1.5)], places: vec![3], top: vec![Some(top)] };
+        assert_eq!(
+            logprobs.json(Format::Completion),
+            json!({
+                "tokens": ["\u{fffd}"], "token_logprobs": [-1.5], "text_offset": [3],
+                "top_logprobs": [{ "\u{fffd}": -1.5, "a": -1.0, "b": -2.0 }],
+            })
+        );
+        let of_chat = logprobs.json(Format::Chat)["content"][0].clone();
+        assert_eq!((&of_chat["bytes"], &of_chat["top_logprobs"][0]["bytes"]), (&json!([0xe6]), &json!([0xc3])));
+    }
+}

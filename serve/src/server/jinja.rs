@@ -3,7 +3,11 @@
 //! The syntax, the functions and the filters are those of `render_jinja_template` in transformers' `utils/chat_template_utils.py`, and values
 //! are written as Python writes them. `tests/templates.py` has transformers render the templates that the tests here compare with.
 
-use std::{borrow::Cow, iter};
+use std::{
+    borrow::Cow,
+    fmt::{self, Write as _},
+    iter, thread,
+};
 
 use jiff::{Zoned, fmt::strtime};
 use minijinja::{
@@ -12,26 +16,56 @@ use minijinja::{
     value::{Kwargs, Rest, Value, ValueKind, from_args},
 };
 
+/// What a render may cost: an instruction or 64 bytes are one. A conversation of 16,000 messages costs a quarter of it.
+const FUEL: u64 = 1 << 22;
+/// The bytes that cost as much as an instruction.
+const BYTES: usize = 64;
+/// The stack of a render: lists in lists, of which the fuel allows hundreds of thousands, end on it.
+const STACK: usize = 256 << 20;
+/// How deep values are nested in JSON.
+const MAX_DEPTH: usize = 500;
+
+/// Runs what renders. A template can end neither its thread nor others'.
+pub(super) fn apart<V: Send>(render: impl FnOnce() -> V + Send) -> Result<V, Error> {
+    let failed = |error: String| Error::new(ErrorKind::InvalidOperation, error);
+    thread::scope(|scope| {
+        let builder = thread::Builder::new().name("template".into()).stack_size(STACK);
+        let running = builder.spawn_scoped(scope, render).map_err(|error| failed(error.to_string()))?;
+        running.join().map_err(|_| failed("it panics".into()))
+    })
+}
+
 /// An environment whose only template has this name and source.
 pub(super) fn environment(name: &'static str, source: &str) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
+    environment.set_fuel(Some(FUEL));
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_unknown_method_callback(|state, value, method, arguments| {
-        let of_text = value.as_str().and_then(|text| method_of_text(text, method, arguments));
+        if let Some(text) = value.as_str() {
+            pay_for_method(state, text, method, arguments)?;
+        }
+        let of_text = value.as_str().and_then(|text| method_of_text(state, text, method, arguments));
         of_text.unwrap_or_else(|| minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments))
     });
     environment.add_function("cycler", |items: Rest<Value>| minijinja_contrib::globals::cycler(items.0));
     environment.add_function("joiner", minijinja_contrib::globals::joiner);
     environment.set_formatter(|out, state, value| match python_float(value) {
         Some(text) => escape_formatter(out, state, &Value::from(text)),
-        None => escape_formatter(out, state, value),
+        None => {
+            // What it prints is paid for before there is any.
+            if value.as_object().is_some() {
+                pay_for_printed(state, value)?;
+            }
+            escape_formatter(out, state, value)
+        }
     });
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> { Err(invalid(message)) });
     environment.add_function("strftime_now", |format: String| {
         let now = strtime::format(format.as_bytes(), &Zoned::now());
         now.map_err(|error| invalid(format!("strftime_now({format:?}): {error}")))
     });
-    environment.add_filter("tojson", |_: &State<'_, '_>, value: &Value, kwargs: Kwargs| to_json(value, &kwargs));
+    environment
+        .add_filter("tojson", |state: &State<'_, '_>, value: &Value, kwargs: Kwargs| to_json(state, value, &kwargs));
     environment.add_template_owned(name, rewritten(source))?;
     Ok(environment)
 }
@@ -40,14 +74,74 @@ fn invalid(message: impl Into<Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
 
+/// Pays for bytes before there are any.
+fn pay(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
+    state.consume_fuel(bytes.div_ceil(BYTES) as u64)
+}
+
+/// Pays for what a value is as text.
+struct Printed<'s, 't, 'e>(&'s State<'t, 'e>);
+
+impl fmt::Write for Printed<'_, '_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        pay(self.0, text.len()).map_err(|_| fmt::Error)
+    }
+}
+
+fn pay_for_printed(state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
+    write!(Printed(state), "{value}").map_err(|_| ErrorKind::OutOfFuel.into())
+}
+
+/// Pays for what a method of a text reads and makes, beyond the text itself.
+fn pay_for_method(state: &State<'_, '_>, text: &str, method: &str, arguments: &[Value]) -> Result<(), Error> {
+    let first = arguments.first().and_then(Value::as_str);
+    pay(state, arguments.iter().filter_map(Value::as_str).map(str::len).sum())?;
+    match (method, first) {
+        ("replace", Some(old)) => {
+            let new = arguments.get(1).and_then(Value::as_str).unwrap_or_default();
+            pay(state, text.matches(old).count().saturating_mul(new.len()))
+        }
+        ("strip" | "lstrip" | "rstrip", Some(chars)) => pay(state, text.len().saturating_mul(chars.len())),
+        ("split", Some(separator)) => pay(state, text.matches(separator).count().saturating_mul(BYTES)),
+        ("split", None) => pay(state, text.split_whitespace().count().saturating_mul(BYTES)),
+        ("splitlines", _) => pay(state, text.lines().count().saturating_mul(BYTES)),
+        ("join" | "startswith" | "endswith", None) => {
+            let Some(items) = arguments.first().and_then(|items| items.try_iter().ok()) else { return Ok(()) };
+            for item in items {
+                pay(state, text.len())?;
+                pay_for_printed(state, &item)?;
+            }
+            Ok(())
+        }
+        ("format", _) => {
+            // All widths that the text names, and each argument in each place.
+            let numbers = text.split(|char: char| !char.is_ascii_digit()).filter(|digits| !digits.is_empty());
+            let widths = numbers.fold(0_usize, |sum, digits| sum.saturating_add(digits.parse().unwrap_or(usize::MAX)));
+            pay(state, widths)?;
+            for _ in text.matches('{') {
+                arguments.iter().try_for_each(|argument| pay_for_printed(state, argument))?;
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The methods of Python's `str` that pycompat lacks, or has in another way.
-fn method_of_text(text: &str, method: &str, arguments: &[Value]) -> Option<Result<Value, Error>> {
-    let padding = |width: usize, with: Option<char>| {
-        iter::repeat_n(with.unwrap_or(' '), width.saturating_sub(text.chars().count())).collect::<String>()
+fn method_of_text(
+    state: &State<'_, '_>,
+    text: &str,
+    method: &str,
+    arguments: &[Value],
+) -> Option<Result<Value, Error>> {
+    let padding = |width: usize, with: Option<char>| -> Result<String, Error> {
+        let (with, count) = (with.unwrap_or(' '), width.saturating_sub(text.chars().count()));
+        pay(state, count.saturating_mul(with.len_utf8()))?;
+        Ok(iter::repeat_n(with, count).collect())
     };
     let padded = |is_left| {
         let (width, with) = from_args(arguments)?;
-        let padding = padding(width, with);
+        let padding = padding(width, with)?;
         Ok(if is_left { text.to_owned() + &padding } else { padding + text })
     };
     let result = match method {
@@ -67,9 +161,9 @@ fn method_of_text(text: &str, method: &str, arguments: &[Value]) -> Option<Resul
         }
         "ljust" => padded(true),
         "rjust" => padded(false),
-        "zfill" => from_args(arguments).map(|(width,): (usize,)| {
+        "zfill" => from_args(arguments).and_then(|(width,): (usize,)| {
             let sign = if text.starts_with(['+', '-']) { 1 } else { 0 };
-            text[..sign].to_owned() + &padding(width, Some('0')) + &text[sign..]
+            Ok(text[..sign].to_owned() + &padding(width, Some('0'))? + &text[sign..])
         }),
         _ => return None,
     };
@@ -92,7 +186,8 @@ fn title(text: &str) -> String {
 }
 
 /// How Python's `json.dumps` is called.
-struct Json {
+struct Json<'s, 't, 'e> {
+    state: &'s State<'t, 'e>,
     is_ascii: bool,
     indent: Option<usize>,
     is_sorted: bool,
@@ -101,7 +196,7 @@ struct Json {
 }
 
 /// `tojson` with the arguments that transformers gives it.
-fn to_json(value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
+fn to_json(state: &State<'_, '_>, value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let separators: Option<Vec<String>> = kwargs.get("separators")?;
     let (between, behind_key) = match separators.as_deref() {
@@ -113,19 +208,31 @@ fn to_json(value: &Value, kwargs: &Kwargs) -> Result<String, Error> {
     let is_sorted = kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     kwargs.assert_all_used()?;
     let mut out = String::new();
-    Json { is_ascii, indent, is_sorted, between, behind_key }.write(&mut out, value, 0)?;
+    Json { state, is_ascii, indent, is_sorted, between, behind_key }.write(&mut out, value, 0)?;
     Ok(out)
 }
 
-impl Json {
+impl Json<'_, '_, '_> {
     fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH {
+            return Err(invalid("tojson: the value is nested too deeply"));
+        }
+        // With the line, the separators and the brackets around it.
+        let line = self.indent.unwrap_or(0).saturating_mul(depth + 1);
+        let text = value.as_str().unwrap_or_default();
+        let around = self.between.len() + self.behind_key.len() + BYTES;
+        pay(self.state, line.saturating_add(text.len() + around))?;
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number => out.push_str(&number(value)),
             ValueKind::String => self.write_text(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
-                let items: Vec<Value> = value.try_iter()?.collect();
+                let mut items = Vec::new();
+                for item in value.try_iter()? {
+                    pay(self.state, BYTES)?;
+                    items.push(item);
+                }
                 self.write_all(out, ['[', ']'], depth, &items, |out, item| self.write(out, item, depth + 1))?;
             }
             ValueKind::Map => {
@@ -133,9 +240,12 @@ impl Json {
                 for key in value.try_iter()? {
                     let name = match (key.kind(), key.as_str()) {
                         (_, Some(text)) => text.to_owned(),
-                        (ValueKind::None | ValueKind::Bool | ValueKind::Number, _) => to_plain_json(&key)?,
+                        (ValueKind::None, _) => "null".into(),
+                        (ValueKind::Bool, _) => key.is_true().to_string(),
+                        (ValueKind::Number, _) => number(&key),
                         (kind, _) => return Err(invalid(format!("tojson: a {kind} is no key of JSON"))),
                     };
+                    pay(self.state, BYTES + name.len())?;
                     entries.push((name, value.get_item(&key)?));
                 }
                 if self.is_sorted {
@@ -203,15 +313,6 @@ impl Json {
         }
         out.push('"');
     }
-}
-
-/// The JSON of a value without items.
-fn to_plain_json(value: &Value) -> Result<String, Error> {
-    let plain =
-        Json { is_ascii: false, indent: None, is_sorted: false, between: String::new(), behind_key: String::new() };
-    let mut out = String::new();
-    plain.write(&mut out, value, 0)?;
-    Ok(out)
 }
 
 /// A number as `json.dumps` writes it.
@@ -412,7 +513,7 @@ mod tests {
     use serde::Deserialize;
     use serde_json::{Map, Value, json};
 
-    use super::environment;
+    use super::{FUEL, environment};
 
     /// What transformers renders.
     #[derive(Deserialize)]
@@ -462,5 +563,74 @@ mod tests {
             }
         }
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
+    /// What a template may do has a bound, and a long conversation is far from it.
+    #[test]
+    fn a_render_has_a_bound() {
+        let rendered = |source: &str, context: Value, fuel| {
+            let mut environment = environment("chat", source).expect("a template is right");
+            environment.set_fuel(Some(fuel));
+            let render = || environment.get_template("chat")?.render(minijinja::Value::from(Serde(context)));
+            super::apart(render).and_then(|rendered| rendered)
+        };
+        let nested = |times, then: &str| {
+            format!(
+                "{{% set ns = namespace(x=[]) %}}{{% for a in range({times}) %}}{{% for b in range(30) %}}{{% set ns.x = [ns.x] %}}\
+                 {{% endfor %}}{{% endfor %}}{then}"
+            )
+        };
+        let doubled = |then: &str| {
+            format!(
+                "{{% set ns = namespace(x=['x']) %}}{{% for a in range(40) %}}{{% set ns.x = [ns.x, ns.x] %}}{{% endfor %}}{then}"
+            )
+        };
+        let long = "{% set x = 'x' * 1000000 %}";
+        for source in [
+            "{{ 'x'.ljust(10000000000) }}",
+            "{{ 'x'.rjust(width) }}",
+            "{{ '5'.zfill(10000000000) }}",
+            "{{ 'x' * 1000000000 }}",
+            "{{ '%1000000000d' % 1 }}",
+            "{{ '%*d' % (1000000000, 1) }}",
+            "{{ '%.1000000000f' % 1.5 }}",
+            "{{ '{:1000000000}'.format(1) }}",
+            "{{ '{:>{}}'.format(1, 1000000000) }}",
+            "{{ 'x'|indent(1000000000, true) }}",
+            "{{ [1, 2]|tojson(indent=1000000000) }}",
+            "{{ ([1] * 1000000000)|tojson }}",
+            "{{ [1] * 1000000000 }}",
+            "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+            &doubled("{{ ns.x }}"),
+            &doubled("{{ ns.x|tojson }}"),
+            &doubled("{{ ','.join(ns.x) }}"),
+            &doubled("{{ '{}'.format(ns.x) }}"),
+            &nested(20, "{{ ns.x|tojson }}"),
+            &format!("{long}{{{{ x.replace('x', x) }}}}"),
+            &format!("{long}{{{{ x.replace('', x) }}}}"),
+            &format!("{long}{{{{ x.join([1] * 1000000) }}}}"),
+            &format!("{long}{{% for i in range(9999) %}}{{{{ 'y'.count(x) }}}}{{% endfor %}}"),
+            &format!("{long}{{% for i in range(9999) %}}{{{{ x.strip('y' + x) }}}}{{% endfor %}}"),
+            &format!("{long}{{% for i in range(9999) %}}{{{{ x.startswith([x + 'y'] * 9999) }}}}{{% endfor %}}"),
+            &format!("{long}{{% for i in range(9999) %}}{{% set y = x.split('') %}}{{% endfor %}}"),
+        ] {
+            // Less than there is, so that the test does not take long.
+            assert!(rendered(source, json!({ "width": 10_000_000_000_u64 }), FUEL / 16).is_err(), "{source}");
+        }
+        assert!(rendered(&nested(600, ""), json!({}), FUEL).is_ok_and(|text| text.is_empty()));
+
+        let table: Table =
+            serde_json::from_str(include_str!("../../tests/templates.json")).expect("the table is whole");
+        let messages: Vec<Value> = (0..1600)
+            .map(|index| json!({ "role": if index % 2 == 0 { "user" } else { "assistant" }, "content": "<think>a</think> b" }))
+            .collect();
+        for (name, source) in &table.templates {
+            let context =
+                json!({ "messages": messages, "add_generation_prompt": true, "bos_token": "", "eos_token": "" });
+            let rendered = rendered(source.as_str().expect("it is a text"), context, FUEL / 40);
+            let is_out = rendered.as_ref().is_err_and(|error| error.kind() == minijinja::ErrorKind::OutOfFuel);
+            assert!(!is_out, "{name}");
+        }
     }
 }

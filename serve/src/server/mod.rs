@@ -274,6 +274,12 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
     let tokenizer = Tokenizer::read(&model)?;
     let Some(tokenizer) = tokenizer else { bail!("{}: it is missing", model.join("tokenizer.json").display()) };
     let template = Template::read(&model, options.chat_template.as_deref())?;
+    let encoded = |adds_special| tokenizer.encode(".", adds_special, usize::MAX);
+    if template.asks_for_bos() && encoded(true)? == encoded(false)? {
+        tracing::warn!(
+            "`add_bos_token` of tokenizer_config.json has no effect: texts have the special tokens that tokenizer.json adds"
+        );
+    }
     let defaults = Defaults::read(&model, &options.generation_config).context("--generation-config")?;
     if defaults != Defaults::default() {
         tracing::info!(

@@ -33,7 +33,7 @@ pub(super) async fn version() -> Json<Value> {
     Json(json!({ "version": env!("CARGO_PKG_VERSION") }))
 }
 
-/// `POST /tokenize`, of a `prompt` or of `messages`, as vLLM has it.
+/// `POST /tokenize`, of a `prompt` or of `messages` of any length, as vLLM has it.
 async fn tokenize(State(server): Shared, received: body::Received) -> ApiResult<Json<Value>> {
     server.prepare(received, Server::tokenize).await.map(Json)
 }
@@ -88,11 +88,11 @@ impl Server {
             (fields.take("prompt")?, fields.take("messages")?);
         let adds_special: Option<bool> = fields.take("add_special_tokens")?;
         let tokens = match (prompt, messages) {
-            (Some(prompt), None) => self.encode(&prompt, adds_special.unwrap_or(true), "prompt")?,
+            (Some(prompt), None) => self.encode(&prompt, adds_special.unwrap_or(true), usize::MAX, "prompt")?,
             (None, Some(messages)) => {
                 let options = request::chat_options(&mut fields)?;
                 let text = self.template.render(messages::read(messages)?, &options)?;
-                self.encode(&text, adds_special.unwrap_or(false), "messages")?
+                self.encode(&text, adds_special.unwrap_or(false), usize::MAX, "messages")?
             }
             _ => return Err(ApiError::bad_request("The request has one of `prompt` and `messages`.")),
         };

@@ -213,7 +213,8 @@ impl Server {
             let echo = echo.then(|| self.echo(&tokens, text, asked.max_tokens == Some(0))).transpose()?;
             Ok(Prompt { tokens, echo, asked: Arc::clone(&asked) })
         };
-        let of_text = |text: String| prompt(self.encode(&text, adds_special, "prompt")?, Some(text));
+        let of_text =
+            |text: String| prompt(self.encode(&text, adds_special, self.max_positions, "prompt")?, Some(text));
         let of_tokens = |tokens| prompt(tokens, None);
         let prompts = match prompts {
             Prompts::Text(text) => vec![of_text(text)?],
@@ -268,12 +269,13 @@ impl Server {
         let options = chat_options(&mut fields)?;
         let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, access)?;
         let text = self.template.render(messages::read(messages)?, &options)?;
-        let tokens = self.encode(&text, adds_special, "messages")?;
+        let tokens = self.encode(&text, adds_special, self.max_positions, "messages")?;
         Ok(Job { prompts: vec![Prompt { tokens, echo: None, asked }], ..job })
     }
 
-    pub(super) fn encode(&self, text: &str, adds_special: bool, of: &'static str) -> ApiResult<Vec<u32>> {
-        let tokens = self.tokenizer.encode(text, adds_special, self.max_positions);
+    /// The tokens of a text, unless there must be more than `most`.
+    pub(super) fn encode(&self, text: &str, adds_special: bool, most: usize, of: &'static str) -> ApiResult<Vec<u32>> {
+        let tokens = self.tokenizer.encode(text, adds_special, most);
         tokens.map_err(|error| refused(of, format!("The prompt cannot be tokenized: {error}")))
     }
 

@@ -779,6 +779,30 @@ async fn requests_sample_as_the_model_says() {
     assert_eq!(server.complete(json!({ "prompt": vec![1; 64] })).await.0, 400);
 }
 
+/// Completions are served whatever the chat template does, and a client's values for it end nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_ends_nothing_but_its_chat() {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let file = dir.path().join("template.jinja");
+    for source in [
+        "{{ 'x'.ljust(width | default(10000000000)) }}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{{ raise_exception('never') }}",
+    ] {
+        let path = file.display().to_string();
+        fs::write(&file, format!("{source}{TEMPLATE}")).expect("the template can be written");
+        let server = Server::start(&["--chat-template", &path]).await;
+        assert_eq!(text(&server.ask("base").await), " I do not know.");
+        let messages = json!([{ "role": "user", "content": QUESTION }]);
+        for kwargs in [json!({}), json!({ "width": 1_u64 << 40 })] {
+            let body = json!({ "messages": messages, "chat_template_kwargs": kwargs });
+            let (status, message) = error(&server.post("/v1/chat/completions", body).await);
+            assert!(status == 400 && message.starts_with("The chat template "), "{source}: {message}");
+        }
+        assert_eq!(text(&server.ask("base").await), " I do not know.");
+    }
+}
+
 /// The small endpoints of peers, and the names that they give models.
 #[tokio::test(flavor = "multi_thread")]
 async fn peers_clients_find_what_they_ask_for() {
@@ -799,6 +823,16 @@ async fn peers_clients_find_what_they_ask_for() {
         assert_eq!(get(path).await["served_model_name"], "base", "{path}");
     }
     assert_eq!(server.get("/v1/models/nobody").await.0, 404);
+    // Texts of any length are counted.
+    for (text, count) in [("1", Some(600)), (" ", None), ("\u{4e2d}", None), ("password ", None)] {
+        let text = text.repeat(600);
+        let (status, answer) = server.post("/tokenize", json!({ "prompt": text })).await;
+        let counted = answer["count"].as_u64();
+        assert!(status == 200 && counted >= Some(600) && count.is_none_or(|count| counted == Some(count)), "{answer}");
+        let messages = json!([{ "role": "user", "content": text }]);
+        assert_eq!(server.post("/tokenize", json!({ "messages": messages })).await.0, 200);
+        assert_eq!(server.complete(json!({ "prompt": text })).await.0, 400);
+    }
     assert_eq!(text(&server.ask("base").await), " I do not know.");
 }
 
