@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use super::{
     error::{AdapterError, TensorName},
-    module::ModuleKind,
+    module::{Module, ModuleKind},
     names,
     pattern::{Anchor, Failure, MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK, Pattern, Work, plain},
 };
@@ -60,6 +60,17 @@ struct Layers {
     numbers: HashSet<u64>,
     /// The names, and their places in the list.
     names: HashMap<String, usize>,
+    /// The number in a path that is the layer's, if `peft_version` says it.
+    number: Option<Number>,
+}
+
+/// The number in a path that PEFT takes for that of the layer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Number {
+    /// Since 0.20.
+    First,
+    /// Before, which is an expert's number where experts are modules.
+    Last,
 }
 
 /// The values of a field whose keys are patterns of modules. The first key in the file that matches wins.
@@ -113,7 +124,7 @@ const MLX: &str = "fine_tune_type";
 
 impl Config {
     pub(super) fn parse(text: &str) -> Result<Self, AdapterError> {
-        let json = |error: serde_json::Error| AdapterError::json(FILE, &error);
+        let json = |error: serde_json::Error| AdapterError::json(FILE, text, &error);
         let fields: Map<String, Value> = serde_json::from_str(text).map_err(json)?;
         if let Some(value) = fields.get(MLX).filter(|_| !fields.contains_key("peft_type")) {
             return Err(unsupported(MLX, value));
@@ -128,6 +139,7 @@ impl Config {
         check_regexes(&fields)?;
         let number = |alpha: &Value, field: &str| finite(field, alpha);
         let rank = |rank: &Value, field: &str| positive(field, rank);
+        let version = field("peft_version").and_then(Value::as_str).and_then(version);
         let config = Self {
             digest: digest::of_bytes(text.as_bytes()),
             alpha: finite("lora_alpha", required("lora_alpha")?)?,
@@ -140,12 +152,12 @@ impl Config {
                 Some(value) if !is_neutral(value) => Some(Targets::parse(EXCLUDE_MODULES, value)?),
                 _ => None,
             },
-            layers: Layers::parse(&fields)?,
+            layers: Layers::parse(&fields, version.and_then(Number::of))?,
             target_parameters: field(TARGET_PARAMETERS)
                 .map(|value| list(TARGET_PARAMETERS, value).map(HashSet::from_iter))
                 .transpose()?,
             ties: field(TIES) == Some(&Value::Bool(true)),
-            swaps_features: field("peft_version").and_then(Value::as_str).and_then(swaps_features),
+            swaps_features: version.and_then(swaps_features),
         };
         if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
             for name in [LAYERS_TO_TRANSFORM, LAYERS_PATTERN] {
@@ -157,12 +169,40 @@ impl Config {
         Ok(config)
     }
 
-    /// Rejects a module that PEFT would tie to another one.
-    pub(super) fn check_tied(&self, path: &str) -> Result<(), AdapterError> {
-        match self.ties && names::is_embedding_or_head(path) {
-            true => Err(unsupported(TIES, &Value::Bool(true))),
-            false => Ok(()),
+    /// Rejects factors of the head or of the embedding alone if PEFT ties them, and factors of a tied head that are not the embedding's.
+    pub(super) fn check_tied(&self, modules: &[Module], work: &Work) -> Result<(), AdapterError> {
+        let of = |kind| modules.iter().find(move |module| module.kind == kind && self.is_tied(&module.path));
+        let (embedding, head) = match (of(ModuleKind::Embedding), of(ModuleKind::Linear)) {
+            (None, None) => return Ok(()),
+            (Some(embedding), Some(head)) => (embedding, head),
+            _ => return Err(unsupported(TIES, &Value::Bool(true))),
+        };
+        self.check_selected(&embedding.path, embedding.kind, work)?;
+        // PEFT removes a tied head from the list. The base model of one that is there is not tied.
+        let is_listed = matches!(&self.target_modules, Some(Targets::Names(names)) if have_ending(names, &head.path));
+        if is_listed || head.is_transpose_of(embedding)? {
+            return Ok(());
         }
+        Err(AdapterError::Untied { tensor: head.a.name.clone(), other: embedding.a.name.clone() })
+    }
+
+    fn is_tied(&self, path: &str) -> bool {
+        self.ties && names::is_embedding_or_head(path)
+    }
+
+    /// Decides between PEFT's readings of the layers' numbers by the paths that have factors, if `peft_version` does not.
+    pub(super) fn settle_layers<'a>(&mut self, mut paths: impl Iterator<Item = &'a String>) {
+        let Some(layers) = self.layers.as_ref().filter(|layers| layers.number.is_none()) else { return };
+        let is_parameter = |path: &str| names::is_parameter(path) || self.weight_among_parameters(path).is_some();
+        let is_free = |path: &str| is_parameter(path) || self.is_tied(path) || self.is_listed_whole(path);
+        let are_first = paths.all(|path| is_free(path) || layers.have(path));
+        let number = if are_first { Number::First } else { Number::Last };
+        self.layers = self.layers.take().map(|layers| Layers { number: Some(number), ..layers });
+    }
+
+    /// Whether `target_modules` has this path, which then may be in any layer.
+    fn is_listed_whole(&self, path: &str) -> bool {
+        matches!(&self.target_modules, Some(Targets::Names(names)) if names.contains(path))
     }
 
     /// Rejects a configuration whose patterns could take too long to match with these module paths.
@@ -196,8 +236,17 @@ impl Config {
         }
     }
 
-    /// Rejects a module whose factors PEFT would drop.
+    /// Rejects a module whose factors PEFT would drop. Where they are tied, [`check_tied`](Self::check_tied) does it.
     pub(super) fn check_target(&self, path: &str, kind: ModuleKind, work: &Work) -> Result<(), AdapterError> {
+        // No other field excludes a parameter.
+        if self.is_tied(path) || kind == ModuleKind::Linear && self.weight_among_parameters(path).is_some() {
+            return Ok(());
+        }
+        self.check_selected(path, kind, work)
+    }
+
+    /// Rejects a module that is not selected as such.
+    fn check_selected(&self, path: &str, kind: ModuleKind, work: &Work) -> Result<(), AdapterError> {
         let unmatched = |unmatched| self.unmatched(unmatched, work);
         let not = |field| AdapterError::NotTargeted { module: path.to_owned(), field };
         if let Some(excluded) = &self.exclude_modules
@@ -209,31 +258,38 @@ impl Config {
         if !targets.have(TARGET_MODULES, path, kind, work).map_err(unmatched)? {
             return Err(not(TARGET_MODULES));
         }
-        let by_whole_path = matches!(targets, Targets::Names(names) if names.contains(path));
         match &self.layers {
-            Some(layers) if !by_whole_path && !layers.have(path) => Err(not(LAYERS_TO_TRANSFORM)),
+            Some(layers) if !self.is_listed_whole(path) && !layers.have(path) => Err(not(LAYERS_TO_TRANSFORM)),
             _ => Ok(()),
         }
     }
 
     /// Whether `target_parameters` may select the parameter at this path.
     pub(super) fn targets_parameter(&self, path: &str) -> bool {
-        self.target_parameters.as_ref().is_none_or(|names| endings(path).any(|ending| names.contains(ending)))
+        self.target_parameters.as_ref().is_none_or(|names| have_ending(names, path))
+    }
+
+    /// The path of a linear layer's weight, if `target_parameters` has it.
+    fn weight_among_parameters(&self, module: &str) -> Option<String> {
+        let path = self.target_parameters.as_ref().map(|_| format!("{module}.weight"));
+        path.filter(|path| self.targets_parameter(path))
     }
 
     /// The scaling of a module: α/r, or α/√r with `use_rslora`. As in PEFT, α is the value of the first key of `alpha_pattern` that
-    /// matches the end of the path after a dot, else `lora_alpha`. The required rank is looked up likewise, and `a` names the
-    /// factor in the error.
+    /// matches the end of the path after a dot, else `lora_alpha`. The path of a layer whose weight is a parameter is that of the weight.
+    /// The required rank is looked up likewise, and `a` names the factor in the error.
     pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName, work: &Work) -> Result<f32, AdapterError> {
         let unmatched = |unmatched| self.unmatched(unmatched, work);
-        let want = match self.rank_pattern.first(module, work).map_err(unmatched)? {
+        let weight = self.weight_among_parameters(module);
+        let path = weight.as_deref().unwrap_or(module);
+        let want = match self.rank_pattern.first(path, work).map_err(unmatched)? {
             Some(rank) => Some((RANK_PATTERN, rank)),
             None => self.rank.map(|rank| ("r", rank)),
         };
         if let Some((field, want)) = want.filter(|(_, want)| *want != rank) {
             return Err(AdapterError::RankField { tensor: a.clone(), rank, field, want });
         }
-        let alpha = self.alpha_pattern.first(module, work).map_err(unmatched)?.unwrap_or(self.alpha);
+        let alpha = self.alpha_pattern.first(path, work).map_err(unmatched)?.unwrap_or(self.alpha);
         let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
         #[expect(clippy::cast_possible_truncation, reason = "rounds to nearest; values out of range are refused")]
         let scaling = (alpha / divisor) as f32;
@@ -383,7 +439,7 @@ impl Targets {
         match self {
             Self::AllLinear => Ok(kind == ModuleKind::Linear && !ends_in(path, "lm_head")),
             Self::Pattern(pattern) => matches(field, pattern, path, work),
-            Self::Names(names) => Ok(endings(path).any(|ending| names.contains(ending))),
+            Self::Names(names) => Ok(have_ending(names, path)),
         }
     }
 }
@@ -394,12 +450,17 @@ fn endings(path: &str) -> impl Iterator<Item = &str> {
     std::iter::once(path).chain(after_dots)
 }
 
+/// Whether a path is one of these names, or ends in a dot and one of them.
+fn have_ending(names: &HashSet<String>, path: &str) -> bool {
+    endings(path).any(|ending| names.contains(ending))
+}
+
 fn ends_in(path: &str, ending: &str) -> bool {
     path.strip_suffix(ending).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
 impl Layers {
-    fn parse(fields: &Map<String, Value>) -> Result<Option<Self>, AdapterError> {
+    fn parse(fields: &Map<String, Value>, number: Option<Number>) -> Result<Option<Self>, AdapterError> {
         let names = match fields.get(LAYERS_PATTERN) {
             Some(Value::String(name)) if !name.is_empty() => vec![name.clone()],
             Some(value) if !is_neutral(value) => list(LAYERS_PATTERN, value)?,
@@ -411,7 +472,7 @@ impl Layers {
             return Err(invalid(LAYERS_PATTERN, &name.as_str().into(), "the name of a module"));
         }
         let want = "a layer's number or a list of them";
-        let number = |value: &Value| value.as_u64().ok_or_else(|| invalid(LAYERS_TO_TRANSFORM, value, want));
+        let layer = |value: &Value| value.as_u64().ok_or_else(|| invalid(LAYERS_TO_TRANSFORM, value, want));
         let numbers = match fields.get(LAYERS_TO_TRANSFORM) {
             None | Some(Value::Null) => {
                 return match fields.get(LAYERS_PATTERN) {
@@ -422,32 +483,47 @@ impl Layers {
                 };
             }
             Some(Value::Array(numbers)) if numbers.is_empty() => return Ok(None),
-            Some(Value::Array(numbers)) => numbers.iter().map(number).collect::<Result<_, _>>()?,
-            Some(value) => HashSet::from([number(value)?]),
+            Some(Value::Array(numbers)) => numbers.iter().map(layer).collect::<Result<_, _>>()?,
+            Some(value) => HashSet::from([layer(value)?]),
         };
         let mut places = HashMap::new();
         for (place, name) in names.into_iter().enumerate() {
             places.entry(name).or_insert(place);
         }
-        Ok(Some(Self { numbers, names: places }))
+        Ok(Some(Self { numbers, names: places, number }))
     }
 
-    /// Whether a path is in one of the layers. The layer number is the first numeric component that is followed by another
-    /// component and preceded by one of the names, or, without names, by any two components.
+    /// Whether a path is in one of the layers. The layer's number is the first or the last numeric component that is followed by another
+    /// component and preceded by one of the names, or, without names, by any two components. A name may begin the path since PEFT 0.21.
     fn have(&self, path: &str) -> bool {
         let components: Vec<_> = path.split('.').collect();
         let is_number = |window: &[&str]| !window[1].is_empty() && window[1].bytes().all(|byte| byte.is_ascii_digit());
-        let mut numbered = components.windows(3).enumerate().filter(|(_, window)| is_number(window));
-        let found = if self.names.is_empty() {
-            numbered.find(|(at, _)| *at > 0)
+        let is_last = self.number == Some(Number::Last);
+        let numbered = components.windows(3).enumerate().filter(|(_, window)| is_number(window));
+        // Those that PEFT may take, in the order of its preference.
+        let mut places: Vec<_> = if self.names.is_empty() {
+            numbered.filter(|(at, _)| *at > 0).map(|(_, window)| (0, window)).collect()
         } else {
-            // The first name that precedes a number, and its first number.
-            numbered
-                .filter(|(_, window)| self.names.contains_key(window[0]))
-                .min_by_key(|(_, window)| self.names[window[0]])
+            let named = numbered.filter(|(at, _)| *at > 0 || !is_last);
+            named.filter_map(|(_, window)| Some((*self.names.get(window[0])?, window))).collect()
         };
+        if is_last {
+            places.reverse();
+        }
+        // The first of equals.
+        let found = places.into_iter().min_by_key(|(name, _)| *name);
         let found = found.and_then(|(_, window)| window[1].parse().ok());
         found.is_some_and(|number| self.numbers.contains(&number))
+    }
+}
+
+impl Number {
+    /// What a version of PEFT reads. Development versions between 0.19 and 0.20 may read either.
+    fn of(version: Version) -> Option<Self> {
+        match version {
+            Version { minor: (0, 19), is_dev: true } | Version { minor: (0, 20), is_dev: true } => None,
+            Version { minor, .. } => Some(if minor < (0, 20) { Self::Last } else { Self::First }),
+        }
     }
 }
 
@@ -480,12 +556,13 @@ fn check(field: &str, value: &Value) -> Result<(), AdapterError> {
         "arrow_config" | "kasa_config" | "monteclora_config" | "use_bdlora" | "velora_config" if value.is_object() => {
             Err(unsupported(field, value))
         }
-        "bias" if value.is_null() => Err(invalid(field, value, "a string")),
-        "bias" if value == "none" => Ok(()),
+        // What has a bias has a tensor of it, and is refused by that.
+        "bias" if ["none", "all", "lora_only"].iter().any(|bias| value == bias) => Ok(()),
+        "bias" => Err(invalid(field, value, "`none`, `all` or `lora_only`")),
         "init_lora_weights" if keeps_base_weights(value) => Ok(()),
         // What it ties is known from the tensors.
         TIES if value.is_boolean() => Ok(()),
-        _ if is_neutral(value) && field != "bias" => Ok(()),
+        _ if is_neutral(value) => Ok(()),
         _ => Err(unsupported(field, value)),
     }
 }
@@ -578,13 +655,13 @@ fn lora(peft_type: &Value) -> Result<(), AdapterError> {
 fn unsupported(field: &str, value: &Value) -> AdapterError {
     let reason = match field {
         "peft_type" => "only LORA is",
-        "bias" | "lora_bias" => "biases cannot be adapted",
+        "lora_bias" => "biases cannot be adapted",
         "use_dora" => "DoRA rescales the base weights",
         "modules_to_save" => "whole modules cannot be replaced",
         "trainable_token_indices" => "rows of the embedding cannot be replaced",
         "init_lora_weights" if changes_base_weights(value) => "this initialisation changes the base weights",
         "init_lora_weights" => "PEFT does not know this initialisation",
-        TIES => "it ties the adapter of the head to that of the embedding, of which the other has no factors",
+        TIES => "it ties the head and the embedding, of which only one has factors",
         MLX => "the folder has an adapter of MLX-LM, whose factors are others than PEFT's",
         "alora_invocation_tokens" => "an adapter applies to every token of a request",
         "use_qalora" => "QALoRA pools the inputs of a layer",
@@ -622,12 +699,24 @@ fn list(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {
         .map_err(|_| invalid(field, value, "a list of names"))
 }
 
+/// A version of PEFT.
+#[derive(Clone, Copy, Debug)]
+struct Version {
+    /// The first two numbers.
+    minor: (u32, u32),
+    is_dev: bool,
+}
+
+fn version(text: &str) -> Option<Version> {
+    let mut numbers = text.split('.').map(|number| number.parse().ok());
+    Some(Version { minor: (numbers.next()??, numbers.next()??), is_dev: text.contains("dev") })
+}
+
 /// Whether this PEFT version maps n to m features for a parameter `[experts, m, n]`: yes from 0.19, unless the module is
 /// transposed. Development versions between 0.18 and 0.19 may do either.
-fn swaps_features(version: &str) -> Option<bool> {
-    let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
-    match (numbers.next()??, numbers.next()??) {
-        (0, 18) if version.contains("dev") => None,
-        version => Some(version >= (0, 19)),
+fn swaps_features(version: Version) -> Option<bool> {
+    match version {
+        Version { minor: (0, 18), is_dev: true } => None,
+        Version { minor, .. } => Some(minor >= (0, 19)),
     }
 }

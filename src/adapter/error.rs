@@ -2,6 +2,8 @@
 
 use std::{fmt, io, path::PathBuf};
 
+use safetensors::SafeTensorError;
+
 use super::{
     escaped::Escaped,
     pattern::{MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK},
@@ -72,6 +74,14 @@ pub enum AdapterError {
         path: PathBuf,
         /// The parser's message, escaped and shortened.
         reason: String,
+    },
+    /// The index names a shard that does not exist.
+    #[error("{index} names the shard `{shard}`, which is missing", index = Escaped(index.display()), shard = Escaped(shard))]
+    NoShard {
+        /// The index.
+        index: PathBuf,
+        /// The name in the index.
+        shard: String,
     },
     /// The index names a shard that is not a plain file name.
     #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Escaped(index.display()), shard = Escaped(shard))]
@@ -280,6 +290,14 @@ pub enum AdapterError {
         /// The field: `target_modules`, `exclude_modules`, `layers_to_transform` or `target_parameters`.
         field: &'static str,
     },
+    /// The configuration ties the head to the embedding, and their factors differ. PEFT would give both the same ones.
+    #[error("{tensor} and {other} differ, but `ensure_weight_tying` in adapter_config.json ties them")]
+    Untied {
+        /// The factor A of the head.
+        tensor: TensorName,
+        /// The factor A of the embedding.
+        other: TensorName,
+    },
     /// The scaling of a module is not a normal `f32`.
     #[error(
         "adapter_config.json: alpha {alpha} of `{module}` at rank {rank} gives a scaling that is not a normal f32",
@@ -410,12 +428,32 @@ pub enum AdapterError {
 }
 
 impl AdapterError {
-    pub(super) fn json(path: impl Into<PathBuf>, error: &serde_json::Error) -> Self {
-        Self::Json { path: path.into(), reason: Escaped(error).to_string() }
+    /// An error of a JSON file with this text.
+    pub(super) fn json(path: impl Into<PathBuf>, text: &str, error: &serde_json::Error) -> Self {
+        let reason = stand_in(text.as_bytes()).map_or_else(|| Escaped(error).to_string(), str::to_owned);
+        Self::Json { path: path.into(), reason }
     }
 
-    pub(super) fn safetensors(path: impl Into<PathBuf>, error: &safetensors::SafeTensorError) -> Self {
-        Self::Safetensors { path: path.into(), reason: Escaped(error).to_string() }
+    /// An error of a safetensors file that begins with these bytes.
+    pub(super) fn safetensors(path: impl Into<PathBuf>, bytes: &[u8], error: &SafeTensorError) -> Self {
+        let is_length = !matches!(error, SafeTensorError::HeaderTooLarge | SafeTensorError::HeaderTooSmall);
+        let reason = stand_in(bytes).filter(|_| !is_length);
+        Self::Safetensors {
+            path: path.into(),
+            reason: reason.map_or_else(|| Escaped(error).to_string(), str::to_owned),
+        }
+    }
+}
+
+/// What a file is that begins with these bytes, if something else was saved in its place.
+fn stand_in(bytes: &[u8]) -> Option<&'static str> {
+    let first = bytes.trim_ascii_start();
+    if first.starts_with(b"version ") {
+        Some("it is a pointer of Git LFS, which `git lfs pull` replaces by the file")
+    } else if first.starts_with(b"<") && bytes.iter().take(size_of::<u64>()).all(u8::is_ascii) {
+        Some("it is a page of HTML or XML, such as a server's error")
+    } else {
+        None
     }
 }
 

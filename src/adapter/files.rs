@@ -185,14 +185,21 @@ impl<'a> Files<'a> {
     }
 
     fn sharded(&mut self, index: PathBuf) -> Result<Vec<Stored>, AdapterError> {
-        let Index { mut weight_map } = serde_json::from_str(&self.text(&index, MAX_INDEX_BYTES)?)
-            .map_err(|error| AdapterError::json(index.clone(), &error))?;
+        let text = self.text(&index, MAX_INDEX_BYTES)?;
+        let Index { mut weight_map } =
+            serde_json::from_str(&text).map_err(|error| AdapterError::json(index.clone(), &text, &error))?;
         let mut tensors = Vec::new();
         for shard in weight_map.values().cloned().collect::<BTreeSet<_>>() {
             if Path::new(&shard).file_name() != Some(shard.as_ref()) {
                 return Err(AdapterError::ShardName { index, shard });
             }
-            for (name, tensor) in self.file(&self.dir.join(&shard))? {
+            let tensors_of_shard = match self.file(&self.dir.join(&shard)) {
+                Err(AdapterError::Read { error, .. }) if error.kind() == io::ErrorKind::NotFound => {
+                    return Err(AdapterError::NoShard { index, shard });
+                }
+                tensors => tensors?,
+            };
+            for (name, tensor) in tensors_of_shard {
                 let indexed = weight_map.remove(&name.key);
                 if indexed.as_ref() != Some(&shard) {
                     let indexed = indexed.map_or("nowhere".to_owned(), |other| format!("in {other}"));
@@ -296,34 +303,35 @@ fn copy(path: &Path, file: &mut File, len: u64) -> Result<Vec<u8>, AdapterError>
 /// Reads the header of a safetensors file of `len` bytes, with its length before it, and checks `len` against it.
 fn header(path: &Path, file: &mut File, len: u64) -> Result<(Vec<u8>, Metadata), AdapterError> {
     let unreadable = |error| AdapterError::Read { path: path.to_owned(), error };
-    let malformed = |error| AdapterError::safetensors(path, &error);
+    let malformed = |bytes: &[u8], error| AdapterError::safetensors(path, bytes, &error);
     let mut bytes = Vec::new();
     let prefix = size_of::<u64>() as u64;
     file.take(prefix).read_to_end(&mut bytes).map_err(unreadable)?;
     let Ok(header_len) = bytes[..].try_into().map(u64::from_le_bytes) else {
-        return Err(malformed(SafeTensorError::HeaderTooSmall));
+        return Err(malformed(&bytes, SafeTensorError::HeaderTooSmall));
     };
     if header_len > MAX_HEADER_BYTES {
-        return Err(malformed(SafeTensorError::HeaderTooLarge));
+        return Err(malformed(&bytes, SafeTensorError::HeaderTooLarge));
     }
     file.take(header_len).read_to_end(&mut bytes).map_err(unreadable)?;
     let header = &bytes[size_of::<u64>()..];
     if header.len() as u64 != header_len {
-        return Err(malformed(SafeTensorError::InvalidHeaderLength));
+        return Err(malformed(&bytes, SafeTensorError::InvalidHeaderLength));
     }
-    let header = str::from_utf8(header).map_err(|source| malformed(SafeTensorError::InvalidHeader(source)))?;
+    let header = str::from_utf8(header).map_err(|source| malformed(&bytes, SafeTensorError::InvalidHeader(source)))?;
     let metadata: Metadata = serde_json::from_str(header)
-        .map_err(|error| malformed(SafeTensorError::InvalidHeaderDeserialization(error)))?;
+        .map_err(|error| malformed(&bytes, SafeTensorError::InvalidHeaderDeserialization(error)))?;
     if (bytes.len() as u64).checked_add(metadata.data_len() as u64) != Some(len) {
-        return Err(malformed(SafeTensorError::MetadataIncompleteBuffer));
+        return Err(malformed(&bytes, SafeTensorError::MetadataIncompleteBuffer));
     }
     Ok((bytes, metadata))
 }
 
 /// The tensors of a complete safetensors file. Errors name it `path`.
 pub(super) fn parse(path: &Path, storage: &Storage) -> Result<Vec<Stored>, AdapterError> {
+    let bytes = (**storage).as_ref();
     let (header, metadata) =
-        SafeTensors::read_metadata((**storage).as_ref()).map_err(|error| AdapterError::safetensors(path, &error))?;
+        SafeTensors::read_metadata(bytes).map_err(|error| AdapterError::safetensors(path, bytes, &error))?;
     let data = size_of::<u64>() + header;
     let part = |stored, shape, bytes: Range<usize>| {
         Tensor::of_file(stored, shape, storage, data + bytes.start..data + bytes.end)

@@ -28,13 +28,14 @@
 //! |---|---|
 //! | `lora_alpha`, `alpha_pattern`, `use_rslora` | The scaling of a module is α/r, or α/√r with `use_rslora`. `lora_alpha` is required. |
 //! | `r`, `rank_pattern` | The factors of a module must have this rank. PEFT does not load others. |
-//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | These fields must select every module that has factors. PEFT silently drops the others. `target_modules: null` requires `target_parameters`; PEFT would choose by model type. `layers_pattern` must be plain names. |
-//! | `target_parameters` | The same for parameters that hold all experts. |
+//! | `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern` | These fields must select every module that has factors. PEFT silently drops the others. `target_modules: null` requires `target_parameters`; PEFT would choose by model type. `layers_pattern` must be plain names. The layer's number is the first one in a path, or the last one if `peft_version` is below 0.20; if it is absent, the one that selects all modules. |
+//! | `target_parameters` | The same for parameters that hold all experts. The factors of a parameter that is the weight of a linear layer, such as a router's `gate.weight`, are those of the layer: no other field excludes it, and patterns match the path of the weight. |
 //! | patterns in these fields | Python's `re` syntax. Constructs that Python lacks, or that the regex engine used here interprets differently, are rejected: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have up to 64 regular expressions, of 32 KiB together, and any number of plain paths. Their nesting, their compiled size and the total matching work are bounded. |
 //! | `init_lora_weights` | Rejected if PEFT changes the base weights when it loads such an adapter: PiSSA, CorDA, OLoRA and LoftQ, unless PEFT converted the adapter when it saved it. |
-//! | `ensure_weight_tying` | Rejected if the embedding or the head has factors. |
+//! | `ensure_weight_tying` | The embedding and the head must both have factors, or neither. Those of the head must be those of the embedding, with A and B exchanged, unless `target_modules` lists the head: PEFT removes a head that is tied. |
+//! | `bias` | Ignored. An adapter with a bias has a tensor of it, which is rejected. |
 //! | fields of trainers | What describes the training alone is ignored: `swift_type`, `lora_dtype`, `lorap_*` of ms-swift, `loraplus_*`, `merge_weights`, versions of programs. |
-//! | `modules_to_save`, `bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
+//! | `modules_to_save`, `lora_bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
 //!
 //! Deliberate differences from PEFT:
 //!

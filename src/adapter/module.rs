@@ -87,6 +87,12 @@ impl Module {
 }
 
 impl Module {
+    /// Whether the factors of a head are those of an embedding, with A and B exchanged.
+    pub(super) fn is_transpose_of(&self, embedding: &Self) -> Result<bool, AdapterError> {
+        let [a, b] = [&embedding.b, &embedding.a].map(|factor| factor.view().transposed());
+        Ok(self.a.view().same(&a)? && self.b.view().same(&b)?)
+    }
+
     /// Rejects factors of another kind than the model's module.
     pub(super) fn expect_kind(&self, want: ModuleKind) -> Result<(), AdapterError> {
         if self.kind == want {

@@ -154,12 +154,13 @@ pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
 /// The parent of a layer's experts, before and since transformers 5.
 const PARENTS: [&str; 2] = ["block_sparse_moe", "mlp"];
 
-/// The path with the other name of the experts' parent.
+/// The path with the other name of the parent of experts and their router.
 fn other_parent(path: &str) -> Option<String> {
     let mut components: Vec<_> = path.split('.').collect();
+    let is_inside = |name: &str| is_fms(name) || name == ROUTER;
     let inside = match components.iter().rposition(|component| *component == EXPERTS) {
         Some(experts) => experts,
-        None => components.len().checked_sub(1).filter(|last| is_fms(components[*last]))?,
+        None => components.len().checked_sub(1).filter(|last| is_inside(components[*last]))?,
     };
     let parent = inside.checked_sub(1)?;
     let known = PARENTS.iter().position(|name| *name == components[parent])?;
@@ -168,6 +169,7 @@ fn other_parent(path: &str) -> Option<String> {
 }
 
 const EXPERTS: &str = "experts";
+const ROUTER: &str = "gate";
 
 /// Module names of an expert. `w1`, `w2` and `w3` are gate, down and up.
 const MODULES: [&str; 7] = ["gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"];

@@ -183,7 +183,7 @@ impl Adapter {
         self.modules.iter().map(Module::rank).max().unwrap_or(0)
     }
 
-    fn assemble(config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
+    fn assemble(mut config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
         let mut base_weights = Vec::new();
         let mut first: Option<(TensorName, Option<String>)> = None;
@@ -201,6 +201,7 @@ impl Adapter {
             }
         }
         config.check_work(pairs.keys())?;
+        config.settle_layers(pairs.keys());
         let work = Work::new(pairs.len());
         let (mut modules, mut stacks, mut empty) = (Vec::new(), Vec::new(), Vec::new());
         for (path, pair) in pairs {
@@ -210,6 +211,7 @@ impl Adapter {
                 Finished::Empty(stack) => empty.push(stack),
             }
         }
+        config.check_tied(&modules, &work)?;
         if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);
         }
@@ -259,7 +261,6 @@ impl Pair {
             (None, None) => return Err(AdapterError::Empty),
         };
         let tensors = [&a.1, &b.1];
-        config.check_tied(&path)?;
         if !names::is_parameter(&path) {
             config.check_target(&path, kind, work)?;
         }

@@ -2,10 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use aril::adapter::{Adapter, AdapterError};
+use aril::{
+    DType,
+    adapter::{Adapter, AdapterError},
+};
 use serde_json::{Value, json};
 
-use crate::{CONFIG, load, refused};
+use crate::{CONFIG, common::adapters::tensor, load, refused};
 
 /// More than a second's work takes on a busy machine, without optimization.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(debug_assertions) { 30 } else { 2 });
@@ -364,15 +367,104 @@ fn the_first_key_wins() {
     }
 }
 
-/// PEFT gives a tied head the factors of the embedding, which are not in the file.
+/// One reading of the layers' numbers has to select all modules.
 #[test]
-fn what_peft_ties_is_refused() {
-    let config = json!({"peft_type": "LORA", "lora_alpha": 4, "ensure_weight_tying": true}).to_string();
-    for path in ["lm_head", "model.embed_tokens", "base_model.model.lm_head", "model.unembed_tokens"] {
-        let tensors = ["A", "B"].map(|side| format!("{path}.lora_{side}.weight"));
-        let tied = load(&config, [(&*tensors[0], &[2, 8][..]), (&*tensors[1], &[8, 2])]);
-        refused!(tied, UnsupportedField, "`ensure_weight_tying`", "ties");
+fn layers_are_read_in_one_way() {
+    let load = |layers: &[u64], version: Value, paths: [&str; 2]| {
+        let config = json!({
+            "peft_type": "LORA", "lora_alpha": 1, "target_modules": ["up_proj", "q_proj", "model.layers.5.k_proj"],
+            "layers_to_transform": layers, "peft_version": version,
+        });
+        let tensors = paths.iter().flat_map(|path| ["A", "B"].map(|side| format!("{path}.lora_{side}.weight")));
+        let tensors: Vec<_> = tensors.collect();
+        let shapes = [[1, 8], [8, 1]];
+        let shapes = shapes.iter().map(|shape| &shape[..]).cycle();
+        crate::load(&config.to_string(), tensors.iter().map(String::as_str).zip(shapes))
+    };
+    let [first, last] = ["model.layers.2.mlp.experts.0.up_proj", "model.layers.0.mlp.experts.2.up_proj"];
+    for (layers, paths, refused) in [
+        (&[0][..], [last, "model.layers.0.q_proj"], None),
+        (&[0], [first, "model.layers.0.q_proj"], None),
+        (&[0], [first, "model.layers.5.k_proj"], None),
+        (&[0], [first, last], Some(last)),
+        (&[0], [first, "model.layers.2.q_proj"], Some("model.layers.2.q_proj")),
+        (&[0, 2], [first, last], None),
+    ] {
+        match refused {
+            None => assert!(load(layers, json!(null), paths).is_ok(), "{layers:?} {paths:?}"),
+            Some(path) => refused!(load(layers, json!(null), paths), NotTargeted, path, "layers_to_transform"),
+        }
     }
+    assert!(load(&[0], json!("0.19.1"), [first, "model.layers.0.q_proj"]).is_ok());
+    refused!(load(&[0], json!("0.20.0"), [first, "model.layers.0.q_proj"]), NotTargeted, first, "layers_to_transform");
+}
+
+/// A linear layer's weight may be a parameter. Fields that select modules do not hold for it, and patterns see the weight's path.
+#[test]
+fn a_weight_may_be_a_parameter() {
+    const PATH: &str = "model.layers.1.mlp.gate";
+    let load = |fields: Value| {
+        let mut config = json!({"peft_type": "LORA", "lora_alpha": 6, "target_modules": []});
+        config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let keys = ["lora_A", "lora_B"].map(|factor| format!("base_model.model.{PATH}.{factor}.weight"));
+        load(&config.to_string(), [(&*keys[0], &[2, 8][..]), (&*keys[1], &[8, 2])])
+    };
+    for (fields, scaling) in [
+        (json!({"target_parameters": ["gate.weight"]}), 3.0),
+        (json!({"target_parameters": ["weight"]}), 3.0),
+        (json!({"target_parameters": ["up_proj", "model.layers.1.mlp.gate.weight"], "target_modules": null}), 3.0),
+        (json!({"target_parameters": ["gate.weight"], "exclude_modules": ["gate"]}), 3.0),
+        (json!({"target_parameters": ["gate.weight"], "exclude_modules": ".*"}), 3.0),
+        (json!({"target_parameters": ["gate.weight"], "target_modules": ["q_proj"], "layers_to_transform": [0]}), 3.0),
+        (json!({"target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 8}}), 3.0),
+        (json!({"target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 8, "gate.weight": 4}}), 2.0),
+        (json!({"target_parameters": ["gate.weight"], "alpha_pattern": {r".*\.gate\.weight": 4}}), 2.0),
+        (json!({"target_parameters": ["gate.weight"], "r": 2, "rank_pattern": {"gate": 8}}), 3.0),
+        (json!({"target_modules": ["gate"], "alpha_pattern": {"gate": 8, "gate.weight": 4}}), 4.0),
+        (json!({"target_modules": ["gate"], "target_parameters": ["up_proj"], "alpha_pattern": {"gate": 8}}), 4.0),
+    ] {
+        assert_eq!(load(fields.clone()).unwrap().modules()[0].scaling(), scaling, "{fields}");
+    }
+    for parameter in ["gate", "ate.weight", "gate.bias", "0.mlp.gate.weight", "weight."] {
+        refused!(load(json!({"target_parameters": [parameter]})), NotTargeted, PATH, "`target_modules`");
+    }
+    let ranks = json!({"target_parameters": ["gate.weight"], "r": 2, "rank_pattern": {"gate.weight": 8}});
+    refused!(load(ranks), RankField, "`rank_pattern`", "requires 8");
+}
+
+/// PEFT saves the factors of a tied head beside those of the embedding. If one of them is missing, it gives it those of the other.
+#[test]
+fn what_peft_ties_has_the_same_factors() {
+    let load = |targets: Value, embedding: Option<&str>, head: Option<(&str, f32)>| {
+        let config =
+            json!({"peft_type": "LORA", "lora_alpha": 4, "ensure_weight_tying": true, "target_modules": targets});
+        let tensor = |key: String, shape: [usize; 2], values: Vec<f32>| (key, tensor(DType::F32, &shape, &values));
+        // Two ranks, three tokens, two features.
+        let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0]);
+        let [a_transposed, b_transposed] = [vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0], vec![7.0, 9.0, 8.0, 10.0]];
+        let mut tensors = Vec::new();
+        if let Some(path) = embedding {
+            tensors.push(tensor(format!("{path}.lora_embedding_A"), [2, 3], a.to_vec()));
+            tensors.push(tensor(format!("{path}.lora_embedding_B"), [2, 2], b.to_vec()));
+        }
+        if let Some((path, last)) = head {
+            let a_transposed = [&a_transposed[..5], &[last]].concat();
+            tensors.push(tensor(format!("{path}.lora_A.weight"), [2, 2], b_transposed));
+            tensors.push(tensor(format!("{path}.lora_B.weight"), [3, 2], a_transposed));
+        }
+        Adapter::from_tensors(&config.to_string(), tensors)
+    };
+    let (embedding, head) = ("base_model.model.model.embed_tokens", "base_model.model.lm_head");
+    let tied = || json!(["model.embed_tokens"]);
+    assert_eq!(load(tied(), Some(embedding), Some((head, 6.0))).unwrap().modules().len(), 2);
+    assert!(load(tied(), Some(embedding), Some(("model.unembed_tokens", 6.0))).is_ok());
+    assert!(load(json!("(?:q_proj|^model\\.embed_tokens$)"), Some(embedding), Some((head, 6.0))).is_ok());
+    refused!(load(tied(), Some(embedding), None), UnsupportedField, "`ensure_weight_tying`", "only one has factors");
+    refused!(load(tied(), None, Some((head, 6.0))), UnsupportedField, "`ensure_weight_tying`", "only one has factors");
+    refused!(load(tied(), Some(embedding), Some((head, 6.5))), Untied, "lm_head", "embed_tokens", "ties them");
+    refused!(load(json!(["q_proj"]), Some(embedding), Some((head, 6.0))), NotTargeted, "embed_tokens");
+    // PEFT leaves the head among the targets if the base model is not tied.
+    assert!(load(json!(["embed_tokens", "lm_head"]), Some(embedding), Some((head, 6.5))).is_ok());
 }
 
 /// Patterns that Python's `re` refuses or reads differently are refused, even if our regex engine accepts them.
@@ -529,8 +621,27 @@ fn modules_are_those_that_peft_adapts() {
         (json!(10), json!(["experts"]), layers),
         (json!(10), json!("layer"), layers),
     ] {
-        let fields = json!({"target_modules": ["up_proj"], "layers_to_transform": numbers, "layers_pattern": names});
+        let fields = json!({
+            "target_modules": ["up_proj"], "layers_to_transform": numbers, "layers_pattern": names, "peft_version": "0.20.0",
+        });
         check(fields, refused);
+    }
+    // PEFT took the last number before. Without a version, or with one in between, either will do.
+    for (numbers, names, before, either) in [
+        (json!(3), json!(null), None, None),
+        (json!(10), json!(null), layers, None),
+        (json!(4), json!(null), layers, layers),
+        (json!(10), json!("layers"), None, None),
+        (json!(3), json!("layers"), layers, layers),
+        (json!(3), json!(["h", "experts", "layers"]), None, None),
+        (json!(10), json!(["layers", "experts"]), None, None),
+    ] {
+        let mut fields =
+            json!({"target_modules": ["up_proj"], "layers_to_transform": numbers, "layers_pattern": names});
+        for (version, refused) in [(json!("0.19.1"), before), (json!(null), either), (json!("0.20.0.dev0"), either)] {
+            fields["peft_version"] = version;
+            check(fields.clone(), refused);
+        }
     }
     // A whole path is a target in any layer.
     check(json!({"target_modules": [PATH], "layers_to_transform": 3}), None);
@@ -538,6 +649,7 @@ fn modules_are_those_that_peft_adapts() {
     check(json!({}), None);
     // Parameters alone.
     check(json!({"target_modules": null, "target_parameters": ["experts.up_proj"]}), targets);
+    check(json!({"target_modules": null, "target_parameters": ["3.up_proj.weight"]}), None);
 }
 
 #[test]
@@ -585,6 +697,10 @@ fn all_linear_layers_are_neither_the_head_nor_embeddings() {
 fn values_that_peft_does_not_take() {
     for (field, value) in [
         ("bias", json!(null)),
+        ("bias", json!("")),
+        ("bias", json!(false)),
+        ("bias", json!("NONE")),
+        ("bias", json!([])),
         ("lora_dropout", json!(null)),
         ("lora_dropout", json!("0.1")),
         ("lora_dropout", json!(1.5)),
@@ -603,16 +719,11 @@ fn values_that_peft_does_not_take() {
     for value in ["pissa", "olora", "loftq"] {
         refused!(with("init_lora_weights", json!(value)), UnsupportedField, value, "changes the base weights");
     }
-    for value in [json!(""), json!(false), json!("NONE"), json!([])] {
-        refused!(with("bias", value.clone()), UnsupportedField, "`bias`", value.to_string());
-    }
 }
 
 #[test]
 fn what_switches_something_on() {
     for (field, value) in [
-        ("bias", json!("all")),
-        ("bias", json!("lora_only")),
         ("lora_bias", json!(true)),
         ("use_dora", json!(true)),
         ("modules_to_save", json!(["lm_head"])),
@@ -651,6 +762,8 @@ fn what_switches_something_on() {
 #[test]
 fn what_switches_nothing_on() {
     for (field, value) in [
+        ("bias", json!("all")),
+        ("bias", json!("lora_only")),
         ("init_lora_weights", json!(false)),
         ("init_lora_weights", json!("gaussian")),
         ("init_lora_weights", json!("eva")),

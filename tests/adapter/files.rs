@@ -266,12 +266,35 @@ fn broken_weight_files() {
         (good[..good.len() - 1].to_vec(), "not fully covered"),
         ([&good[..], b"x"].concat(), "not fully covered"),
         (with(0..8, &u64::MAX.to_le_bytes()), "too large"),
+        (with(0..8, b"\n<xml/> "), "HTML or XML"),
+        (with(0..8, b"<\xfftml>  "), "too large"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n".to_vec(), "git lfs pull"),
+        (b"<!DOCTYPE html><html>".to_vec(), "HTML or XML"),
+        (b"<html>".to_vec(), "HTML or XML"),
+        // The lengths of headers of 60 bytes.
+        ([&60_u64.to_le_bytes()[..], &[b'x'; 60]].concat(), "invalid JSON"),
         (with(8..9, b"["), "invalid JSON"),
         (with(8..9, &[0xff]), "invalid UTF-8"),
     ] {
         fs::write(&path, bad).unwrap();
         refused!(Adapter::open(dir.path()), Safetensors, WEIGHTS, reason);
         refused!(mapped(dir.path()), Safetensors, WEIGHTS);
+    }
+}
+
+/// What is saved in the place of a file, by a server or by Git, is named.
+#[test]
+fn texts_that_stand_for_others_are_named() {
+    for name in ["adapter_config.json", INDEX] {
+        let dir = sharded(|_| ());
+        for (text, what) in [
+            ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+            ("\n<!doctype html>", "HTML or XML"),
+            ("version", "expected value"),
+        ] {
+            fs::write(dir.path().join(name), text).unwrap();
+            refused!(Adapter::open(dir.path()), Json, name, what);
+        }
     }
 }
 
@@ -368,7 +391,7 @@ fn an_index_and_its_shards_agree() {
     refused!(Adapter::open(invented.path()), Index, "`zero`", SHARDS[1], "nowhere");
     let missing = sharded(|_| ());
     fs::remove_file(missing.path().join(SHARDS[1])).unwrap();
-    refused!(Adapter::open(missing.path()), Read, SHARDS[1]);
+    refused!(Adapter::open(missing.path()), NoShard, INDEX, format!("`{}`", SHARDS[1]), "missing");
     // The same tensor in both files.
     let twice = sharded(|_| ());
     let (_, tensors) = two_modules();

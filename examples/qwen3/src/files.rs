@@ -5,7 +5,7 @@
 use std::{
     fs::{self, File, Metadata},
     io::{self, Read as _},
-    os::unix::fs::MetadataExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     path::{Path, PathBuf},
 };
 
@@ -15,7 +15,7 @@ use crate::error::{Context, Result, bail};
 ///
 /// # Errors
 ///
-/// If it is something else than a regular file, or cannot be opened.
+/// If it is something else than a regular file or a pointer of Git LFS, or cannot be opened.
 pub fn open(path: &Path) -> Result<File> {
     let regular = |metadata: Metadata| match metadata.is_file() {
         true => Ok(()),
@@ -25,6 +25,11 @@ pub fn open(path: &Path) -> Result<File> {
     fs::metadata(path).and_then(regular).context(path.display())?;
     let file = File::open(path).context(path.display())?;
     file.metadata().and_then(regular).context(path.display())?;
+    let pointer = b"version https://git-lfs";
+    let mut first = [0; 23];
+    if file.read_at(&mut first, 0).is_ok() && first == *pointer {
+        bail!("{}: it is a pointer of Git LFS, which `git lfs pull` replaces by the file", path.display());
+    }
     Ok(file)
 }
 
