@@ -64,13 +64,13 @@ fn infinite_sums_stay_infinite() {
 
 proptest! {
     #[test]
-    fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
+    fn cpu_agrees_with_the_reference(case in cases(Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::SMALL })) {
         let case = Case::from_environment().unwrap_or(case);
         for_dtype!(case.check(&mut Cpu))?;
     }
 
     #[test]
-    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes::SMALL)) {
+    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::SMALL })) {
         for_dtype!(case.check_separate(&mut Cpu))?;
     }
 
