@@ -672,6 +672,7 @@ fn prefill(config: &Config, slots: &[Slot], len: usize) -> Result<Step> {
     let mut step = Step {
         ids: (0..slots.len() * len).map(|_| rng.random_range(0..vocab)).collect(),
         scales: vec![1.0; slots.len() * len],
+        keeps_routers: true,
         table: BlockTable { first_rows, columns, block_rows: u32::try_from(BLOCK_ROWS)? },
         ..Step::default()
     };
@@ -823,7 +824,7 @@ impl Timer<'_, '_> {
                 (self.model, Slots::Pool(&adapters.pool)),
                 self.session,
                 &operands,
-                Variant { has_adapters, is_fused: base == Base::Fused, stacked },
+                Variant { has_adapters, changes_routers: false, is_fused: base == Base::Fused, stacked },
             )?;
             captured.ok_or_else(|| Error::new("the device has no graphs"))
         };

@@ -53,6 +53,9 @@ impl Activation {
 /// shape `[hidden, inter]`. The adapter determines which projections are adapted, their ranks, and whether experts share factors. Which
 /// experts a rank holds, and which group shards `inter`, is set in its [`Shard`](super::Shard).
 ///
+/// The router is a [linear layer](super::Linear) of its own: a [replicated](super::Parallel::Replicated) one whose outputs are the scores of
+/// all experts, such as `Linear::new("model.layers.0.mlp", Parallel::Replicated, 2048).slice("gate", 128)`.
+///
 /// ```
 /// use aril::model::{Experts, ModelSpec, TpRank};
 ///

@@ -1,4 +1,5 @@
 use std::{
+    collections::HashSet,
     path::Path,
     sync::{Arc, OnceLock},
 };
@@ -7,7 +8,7 @@ use crate::{
     DType,
     adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Planned, SlotImage},
     error::{LoadError, SlotError},
-    model::Model,
+    model::{LinearId, LinearSite, Model},
     slots::Bounds,
 };
 
@@ -19,6 +20,8 @@ pub struct Source {
     dtype: DType,
     bytes: usize,
     max_rank: usize,
+    /// The linear layers that have factors, by their first entry.
+    linears: Arc<[usize]>,
     /// What the ranks of a group know the adapter by, once it is known; `None` without a group.
     fingerprint: Option<Arc<OnceLock<u64>>>,
 }
@@ -105,7 +108,11 @@ impl Source {
 
     fn new(kind: Kind, image: &SlotImage<'_>) -> Self {
         let (model, dtype) = (image.model().clone(), image.dtype());
-        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank(), fingerprint: None }
+        let adapted: HashSet<usize> = image.entries().iter().map(|entry| entry.entry).collect();
+        let has_factors =
+            |site: &&LinearSite| (site.first_entry()..).take(site.slices().len()).any(|entry| adapted.contains(&entry));
+        let linears = model.linears().iter().filter(has_factors).map(LinearSite::first_entry).collect();
+        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank(), linears, fingerprint: None }
     }
 
     /// The same, whose reads have fingerprints.
@@ -131,6 +138,12 @@ impl Source {
     /// The largest rank.
     pub fn max_rank(&self) -> usize {
         self.max_rank
+    }
+
+    /// Whether the adapter has factors of a linear layer on this rank, such as a router: without any, an engine may leave out the
+    /// operation. `false` for a layer of another model.
+    pub fn adapts(&self, layer: LinearId) -> bool {
+        self.model.linear(layer).is_some_and(|site| self.linears.contains(&site.first_entry()))
     }
 
     pub(crate) fn model(&self) -> &Model {
@@ -179,7 +192,7 @@ mod tests {
     use super::*;
     use crate::{
         adapter::Tensor,
-        model::{Experts, Linear, ModelSpec, Parallel, TpRank},
+        model::{Experts, Linear, ModelSpec, Parallel, Shard, TpRank},
     };
 
     const WEIGHTS: &str = "adapter_model.safetensors";
@@ -222,6 +235,33 @@ mod tests {
             .map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.to_vec(), bytes).unwrap()));
         safetensors::serialize_to_file(views, None, &dir.join(WEIGHTS)).unwrap();
         fs::write(dir.join("adapter_config.json"), r#"{"peft_type": "LORA", "lora_alpha": 1}"#).unwrap();
+    }
+
+    #[test]
+    fn a_source_knows_the_layers_that_it_adapts() {
+        let mut spec = ModelSpec::new();
+        let qk = Linear::new("m", Parallel::Column, 4).slice("q", 4).slice("k", 4);
+        let [qk, o, router] = [
+            qk,
+            Linear::new("m", Parallel::Row, 4).slice("o", 4),
+            Linear::new("m", Parallel::Replicated, 4).slice("gate", 4),
+        ]
+        .map(|layer| spec.linear(layer).unwrap());
+        let tensors = ["m.k", "m.gate"].map(|path| {
+            ["A", "B"].map(|side| {
+                let shape = if side == "A" { [1, 4] } else { [4, 1] };
+                let tensor = Tensor::new(DType::F32, shape, vec![0; 16]).unwrap();
+                (format!("{path}.lora_{side}.weight"), tensor)
+            })
+        });
+        let config = r#"{"peft_type": "LORA", "lora_alpha": 1}"#;
+        let adapter = Arc::new(Adapter::from_tensors(config, tensors.into_iter().flatten()).unwrap());
+        let foreign = ModelSpec::new().linear(Linear::new("m", Parallel::Column, 4).slice("q", 4)).unwrap();
+        for rank in [0, 1] {
+            let model = spec.shard(Shard::new(TpRank::new(rank, 2).unwrap()).fully_sharded()).unwrap();
+            let source = Source::memory(Arc::clone(&adapter), &model, DType::F32).unwrap();
+            assert_eq!([qk, o, router, foreign].map(|layer| source.adapts(layer)), [true, false, true, false]);
+        }
     }
 
     fn is_kept(source: &Source) -> bool {

@@ -293,7 +293,7 @@ __device__ void route_tokens(const T* scores,        // [tokens, experts]
 
 // The router's scores of few tokens, and route_tokens by the last block that has computed some. A
 // block has 16 experts, and a warp every kRouterWarps-th 16 columns. Sums are in an order that
-// depends on the number of columns alone.
+// depends on the number of columns alone. If `adds`, they are added to what the scores hold.
 constexpr int kRouterThreads = 512;
 constexpr int kRouterWarps = kRouterThreads / 32;
 constexpr int kRouterExperts = 16;
@@ -307,7 +307,7 @@ __device__ void route_few(const T* x,       // [tokens, cols]
                           int32_t* token_of_row, int32_t* bounds,
                           int32_t* arrivals,  // 0 between launches
                           int64_t cols, int64_t tokens, int64_t experts, int64_t first_held,
-                          int64_t num_held, int64_t top_k, int32_t normalized) {
+                          int64_t num_held, int64_t top_k, int32_t normalized, int32_t adds) {
   constexpr int kSteps = 8;  // of 16 columns, loaded at once
   __shared__ float sums_of_warps[kRouterWarps][kRouterExperts][8 + 1];
   __shared__ bool is_last;
@@ -373,7 +373,8 @@ __device__ void route_few(const T* x,       // [tokens, cols]
       float sum = 0.0f;
 #pragma unroll
       for (int w = 0; w < kRouterWarps; ++w) sum += sums_of_warps[w][expert][at];
-      scores[token * experts + first_expert + expert] = static_cast<T>(sum);
+      T* score = scores + token * experts + first_expert + expert;
+      *score = static_cast<T>(adds ? static_cast<float>(*score) + sum : sum);
     }
   }
   __syncthreads();

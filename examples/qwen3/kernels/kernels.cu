@@ -593,9 +593,10 @@ GROUPED_GEMMS(__half, f16)
   extern "C" __global__ void __launch_bounds__(kRouterThreads) route_few_##suffix(                 \
       const T* x, const T* router, T* scores, int32_t* ids, float* weights, int32_t* row_of_route, \
       int32_t* token_of_row, int32_t* bounds, int32_t* arrivals, int64_t cols, int64_t tokens,     \
-      int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k, int32_t normalized) {  \
+      int64_t experts, int64_t first_held, int64_t num_held, int64_t top_k, int32_t normalized,    \
+      int32_t adds) {                                                                              \
     route_few(x, router, scores, ids, weights, row_of_route, token_of_row, bounds, arrivals, cols, \
-              tokens, experts, first_held, num_held, top_k, normalized);                           \
+              tokens, experts, first_held, num_held, top_k, normalized, adds);                     \
   }
 
 ROUTE_FEW(__nv_bfloat16, bf16)

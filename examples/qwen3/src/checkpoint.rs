@@ -178,8 +178,8 @@ impl Checkpoint {
             return Ok(());
         }
         // transformers has a default for one of them.
-        let absent = if field == "head_dim" { ", or 128 if it is absent" } else { "" };
-        bail!("config.json: `{field}` is {size}{absent}, but {} is {shape:?}", self.subject(&name));
+        let default = if (field, size) == ("head_dim", 128) { ", which is its default" } else { "" };
+        bail!("config.json: `{field}` is {size}{default}, but {} is {shape:?}", self.subject(&name));
     }
 
     /// Whether an adapter's copy of a base weight equals the base model's, as `T`.
@@ -442,11 +442,6 @@ impl<'a> Weights<'a> {
         merge(&mut values, shape[1], module, self.scale)?;
         self.unmerged.remove(path);
         narrow(&name, &block.of(&values, shape[1])).map(Cow::Owned)
-    }
-
-    /// The whole weight of a module that every rank holds.
-    pub(crate) fn replicated<T: Element>(&mut self, path: &str, shape: [usize; 2]) -> Result<Cow<'a, [T]>> {
-        self.module(path, shape, &Block::whole(&shape))
     }
 
     /// The weight of a norm.

@@ -403,12 +403,16 @@ impl<T: Element> Device for Cpu<T> {
     fn choose_experts(
         &self,
         x: &Tensor<T>,
-        router: &Weight,
-        top_k: usize,
-        normalized: bool,
+        router: (&Weight, &LoraLinear),
+        adapted: Option<&mut cpu::Step<'_>>,
+        (top_k, normalized): (usize, bool),
         held: Range<usize>,
     ) -> Result<Routes> {
-        Routes::new(&self.gemm(x, router, Stacked::No)?, top_k, normalized, held)
+        let scores = match adapted {
+            Some(step) => self.gemm_with_deltas(x, router, step, Stacked::No)?,
+            None => self.gemm(x, router.0, Stacked::No)?,
+        };
+        Routes::new(&scores, top_k, normalized, held)
     }
 
     fn rows_of_routes(&self, x: &Tensor<T>, routes: &Routes) -> Result<Tensor<T>> {

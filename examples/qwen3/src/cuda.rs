@@ -1010,14 +1010,19 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     fn choose_experts(
         &self,
         x: &Matrix<T>,
-        router: &Matrix<T>,
-        top_k: usize,
-        normalized: bool,
+        (router, lora): (&Matrix<T>, &Linear),
+        adapted: Option<&mut cuda::Step<'_>>,
+        (top_k, normalized): (usize, bool),
         held: Range<usize>,
     ) -> Result<Routes> {
         let mut scores = self.alloc(x.rows, router.rows)?;
+        let has_deltas = adapted.is_some();
+        if let Some(step) = adapted {
+            let Linear::Whole(lora) = lora else { bail!("a rank has the whole router") };
+            lora.write_delta(step, x.operand()?, scores.operand_mut()?)?;
+        }
         let mut routes = Routes::new(self, x.rows, (router.rows, held), top_k)?;
-        routes.choose(self, (x, router), &mut scores, normalized)?;
+        routes.choose(self, (x, router), (&mut scores, has_deltas), normalized)?;
         Ok(routes)
     }
 

@@ -368,15 +368,15 @@ pub trait Device: Sized + 'static {
     ) -> Result<Self::Tensor>;
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// The `top_k` experts of each token whose scores `x routerᵀ`, rounded, are the largest, the first of equals, and their weights: the
-    /// softmax (in `f32`, over all experts), divided by its sum over the chosen experts if `normalized`, rounded. Only routes to experts
-    /// in `held` have rows.
+    /// The `top_k` experts of each token whose scores are the largest, the first of equals, and their weights: the softmax (in `f32`, over
+    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded. Scores are `x routerᵀ`, rounded, or
+    /// [`gemm_with_deltas`](Self::gemm_with_deltas) in a step with adapters. Only routes to experts in `held` have rows.
     fn choose_experts(
         &self,
         x: &Self::Tensor,
-        router: &Self::Weight,
-        top_k: usize,
-        normalized: bool,
+        router: (&Self::Weight, &Self::LoraLinear),
+        adapted: Option<&mut Self::LoraStep<'_>>,
+        top_k_and_normalized: (usize, bool),
         held: Range<usize>,
     ) -> Result<Self::Routes>;
     /// The row of `x` of each route's token, in the order of the routes' rows, and rows of zeros for the routes that have none.

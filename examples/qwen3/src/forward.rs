@@ -4,12 +4,13 @@
 //! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
 //! call. In steps of many, the deltas of gate and up and the activation are one. In a layer with experts, the calls replace the
 //! activation and the combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation
-//! and combine instead. All calls of a step share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another
-//! step, because it sees only the sampled rows. The rest of the forward does not know about adapters.
+//! and combine instead. The router is a linear layer, whose scores have their deltas before the experts are chosen. All calls of a step
+//! share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled
+//! rows. The rest of the forward does not know about adapters.
 //!
 //! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
 //! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
-//! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts.
+//! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts. Every rank has the whole router.
 
 use std::cell::RefCell;
 
@@ -39,6 +40,8 @@ pub struct Step {
     pub scales: Vec<f32>,
     /// The rows whose next token is sampled.
     pub sampled: Vec<u32>,
+    /// Whether it is known that no adapter of the step has factors of a router. Then no operation runs for them.
+    pub keeps_routers: bool,
 }
 
 impl Step {
@@ -118,6 +121,8 @@ pub struct Lora<'a, 's, D: Device> {
     pub step: &'a mut D::LoraStep<'s>,
     /// Whether a token has one. If not, no operation runs that only adds deltas.
     pub has_adapters: bool,
+    /// Whether one of them may have factors of a router.
+    pub changes_routers: bool,
     /// Which layers run as their fused linears.
     pub fusion: Fusion,
     /// How the layers in the stack run.
@@ -224,7 +229,9 @@ impl<D: Device> Model<'_, D> {
             (Some(_), _) => Stacked::Rows,
             (None, _) => Stacked::No,
         };
-        let h = self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, fusion, stacked })?;
+        let changes_routers = has_adapters && !step.keeps_routers;
+        let h =
+            self.hidden(state, inputs, &mut Lora { step: &mut lora, has_adapters, changes_routers, fusion, stacked })?;
         drop(lora);
 
         let sampled = step.sampled.iter().map(|&row| row as usize);
@@ -233,7 +240,11 @@ impl<D: Device> Model<'_, D> {
         let mut lora = device.lora_step(adapters, buffers, &slots, &scales)?;
         let h = device.gather(&h, &device.indices(&step.sampled)?)?;
         let fusion = Fusion::of(step.sampled.len());
-        self.logits(state, &h, &mut Lora { step: &mut lora, has_adapters, fusion, stacked: Stacked::No })
+        self.logits(
+            state,
+            &h,
+            &mut Lora { step: &mut lora, has_adapters, changes_routers, fusion, stacked: Stacked::No },
+        )
     }
 
     /// Whether the GEMMs of steps of so many tokens have the rows of the stack.
@@ -372,11 +383,12 @@ impl<D: Device> Model<'_, D> {
         x: &D::Tensor,
         layer: &Experts<D>,
         grouping: &mut D::Grouping,
-        Lora { step, has_adapters, .. }: &mut Lora<'_, '_, D>,
+        Lora { step, has_adapters, changes_routers, .. }: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
         let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;
-        let routes = device.choose_experts(x, router, *top_k, *normalized, held.clone())?;
+        let adapted = changes_routers.then_some(&mut **step);
+        let routes = device.choose_experts(x, router.parts(), adapted, (*top_k, *normalized), held.clone())?;
         if !*has_adapters {
             let out = device.experts_without_adapters(lora, x, &routes, &**gate_up, &**down)?;
             if let Some(out) = out {

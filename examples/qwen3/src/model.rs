@@ -99,8 +99,8 @@ pub enum Mlp<D: Device> {
 
 /// The experts of a layer of the base model, and their operations for adapters.
 pub struct Experts<D: Device> {
-    /// The router `[experts, hidden]`.
-    pub router: D::Weight,
+    /// The router, whose outputs are the scores of all experts. Every rank has all of it.
+    pub router: Linear<D>,
     /// Experts per token.
     pub top_k: usize,
     /// Whether the weights of the chosen experts are divided by their sum.
@@ -200,6 +200,16 @@ impl<'d, D: Device> Model<'d, D> {
     }
 }
 
+impl<D: Device> Model<'_, D> {
+    /// The routers, as the library has them.
+    pub fn routers(&self) -> impl Iterator<Item = LinearId> {
+        self.layers.iter().filter_map(|layer| match &layer.mlp {
+            Mlp::Dense { .. } => None,
+            Mlp::Sparse(experts) => Some(experts.router.id),
+        })
+    }
+}
+
 /// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. All ranks load each of them, or none.
 ///
 /// # Errors
@@ -276,18 +286,15 @@ impl<D: Device> Builder<'_, '_, D> {
                 gate_up: self.linear(hidden, &[intermediate, intermediate], gate_up)?,
                 down: self.linear(intermediate, &[hidden], down)?,
             }),
-            MlpSites::Sparse { ref moe, experts } => {
-                let router = self.weights.replicated(&format!("{path}.gate"), [moe.experts, hidden])?;
-                Ok(Mlp::Sparse(Experts {
-                    router: self.device.weight(moe.experts, hidden, &[router])?,
-                    top_k: moe.top_k,
-                    normalized: moe.normalized,
-                    held: held(&self.model[experts]),
-                    gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
-                    down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
-                    lora: self.device.lora_experts(self.adapters, experts)?,
-                }))
-            }
+            MlpSites::Sparse { ref moe, router, experts } => Ok(Mlp::Sparse(Experts {
+                router: self.linear(hidden, &[moe.experts], router)?,
+                top_k: moe.top_k,
+                normalized: moe.normalized,
+                held: held(&self.model[experts]),
+                gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
+                down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
+                lora: self.device.lora_experts(self.adapters, experts)?,
+            })),
         }
     }
 
@@ -367,7 +374,7 @@ struct LayerSites {
 #[derive(Debug)]
 enum MlpSites {
     Dense { gate_up: LinearId, down: LinearId },
-    Sparse { moe: Moe, experts: ExpertsId },
+    Sparse { moe: Moe, router: LinearId, experts: ExpertsId },
 }
 
 /// A rank, and how the ranks of its group split the model.
@@ -413,8 +420,10 @@ pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
         let o = Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden);
         let (qkv, o) = (spec.linear(qkv)?, spec.linear(o)?);
         let mlp = if let Some(moe) = config.experts_in(layer) {
+            let router = Linear::new(&mlp, Parallel::Replicated, hidden).slice("gate", moe.experts);
             let experts = Experts::new(format!("{mlp}.experts"), moe.experts, hidden, moe.intermediate);
-            MlpSites::Sparse { moe: moe.clone(), experts: spec.experts(experts.top_k(moe.top_k))? }
+            let (router, experts) = (spec.linear(router)?, spec.experts(experts.top_k(moe.top_k))?);
+            MlpSites::Sparse { moe: moe.clone(), router, experts }
         } else {
             let gate_up = Linear::new(&mlp, Parallel::Column, hidden);
             let gate_up = gate_up.slice("gate_proj", intermediate).slice("up_proj", intermediate);
@@ -428,7 +437,7 @@ pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
     if expert_parallel {
         shard = shard.experts_tp(TpRank::SINGLE);
         for (layer, sites) in layers.iter().enumerate() {
-            if let MlpSites::Sparse { moe, experts } = &sites.mlp {
+            if let MlpSites::Sparse { moe, experts, .. } = &sites.mlp {
                 let held = share(moe.experts, tp).context(format_args!("model.layers.{layer}.mlp.experts"))?;
                 shard = shard.held(*experts, held);
             }

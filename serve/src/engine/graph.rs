@@ -94,6 +94,8 @@ struct Graphs<D: Capture> {
     batch: Batch<D>,
     /// With deltas of the stack, if that is fastest.
     stacked: Option<Captured<D>>,
+    /// With adapters that may change routers, if the model has any. It has no deltas of the stack.
+    with_routers: Option<Captured<D>>,
     with_adapters: Captured<D>,
     without: Captured<D>,
 }
@@ -126,6 +128,8 @@ pub(crate) struct Tables {
 pub(crate) struct Variant {
     /// Whether a token may have an adapter.
     pub(crate) has_adapters: bool,
+    /// Whether one of them may have factors of a router.
+    pub(crate) changes_routers: bool,
     /// Whether layers run base weights and adapters in one launch where the device can and that is fastest.
     pub(crate) is_fused: bool,
     pub(crate) stacked: OfStack,
@@ -166,18 +170,21 @@ impl<D: Capture> Decoder<D> {
         for batch in operands {
             let tokens = batch.tokens;
             let has_rows = model.has_stacked_rows(tokens);
-            let mut capture = |has_adapters, stacked| {
-                let variant = Variant { has_adapters, is_fused: tokens <= FUSED_TOKENS, stacked };
+            let mut capture = |has_adapters, changes_routers, stacked| {
+                let is_fused = tokens <= FUSED_TOKENS;
+                let variant = Variant { has_adapters, changes_routers, is_fused, stacked };
                 Captured::new((model, adapters), session, &batch, variant)
             };
-            let (with_adapters, without) = if has_rows {
-                (capture(true, OfStack::Rows)?, capture(false, OfStack::Deltas)?)
-            } else {
-                (capture(true, OfStack::Nothing)?, capture(false, OfStack::Nothing)?)
+            let (of_adapters, of_base) = match has_rows {
+                true => (OfStack::Rows, OfStack::Deltas),
+                false => (OfStack::Nothing, OfStack::Nothing),
             };
+            let (with_adapters, without) = (capture(true, false, of_adapters)?, capture(false, false, of_base)?);
             let (Some(with_adapters), Some(without)) = (with_adapters, without) else { break };
-            let stacked = if has_rows { capture(true, OfStack::Deltas)? } else { None };
-            batches.push(Graphs { batch, stacked, with_adapters, without });
+            let stacked = if has_rows { capture(true, false, OfStack::Deltas)? } else { None };
+            let has_routers = model.routers().next().is_some();
+            let with_routers = if has_routers { capture(true, true, of_adapters)? } else { None };
+            batches.push(Graphs { batch, stacked, with_routers, with_adapters, without });
         }
         Ok(Self { batches, enqueued: None })
     }
@@ -202,10 +209,12 @@ impl<D: Capture> Decoder<D> {
         // A row beyond the batch keeps its delta of an earlier step, and the GEMM would add to it again.
         let mut slots = step.slots.clone();
         slots.resize(graphs.batch.tokens, Slot::BASE);
-        let Graphs { batch, stacked, with_adapters, without } = graphs;
-        let other = if has_adapters { with_adapters } else { without };
+        let Graphs { batch, stacked, with_routers, with_adapters, without } = graphs;
+        let with_routers = with_routers.as_mut().filter(|_| has_adapters && !step.keeps_routers);
+        let may_stack = has_adapters && with_routers.is_none();
+        let other = with_routers.unwrap_or(if has_adapters { with_adapters } else { without });
         let mut stack = model.stack.as_ref().map(RefCell::borrow_mut);
-        let with_stack = stacked.as_mut().filter(|_| has_adapters).zip(stack.as_deref_mut());
+        let with_stack = stacked.as_mut().filter(|_| may_stack).zip(stack.as_deref_mut());
         let with_stack = with_stack.map(|(captured, stack)| (&mut captured.graph, stack));
         let buffers = &mut session.buffers;
         let is_stacked = model.device.replay(with_stack, &mut other.graph, adapters, buffers, &slots)?;
@@ -296,7 +305,7 @@ impl<D: Capture> Captured<D> {
         (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         Session { state, buffers }: &mut Session<'_, D>,
         batch: &Batch<D>,
-        Variant { has_adapters, is_fused, stacked }: Variant,
+        Variant { has_adapters, changes_routers, is_fused, stacked }: Variant,
     ) -> Result<Option<Self>> {
         let captured =
             model.device.capture(&model.adapters, adapters, buffers, (batch.tokens, has_adapters), |step| {
@@ -311,7 +320,7 @@ impl<D: Capture> Captured<D> {
                     (OfStack::Rows, Some(_)) => Stacked::Rows,
                     _ => Stacked::No,
                 };
-                let mut lora = Lora { step, has_adapters, fusion, stacked };
+                let mut lora = Lora { step, has_adapters, changes_routers, fusion, stacked };
                 let h = model.hidden(state, &batch.inputs, &mut lora)?;
                 model.logits(state, &h, &mut Lora { stacked: Stacked::No, ..lora })
             })?;

@@ -121,13 +121,13 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Makes an adapter known and starts to load it. If it is pinned, it is never moved off the device again.
     pub(crate) fn add_adapter(&mut self, source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
-        let bytes = source.bytes();
+        let (bytes, keeps_routers) = (source.bytes(), !self.runner.model.routers().any(|router| source.adapts(router)));
         let version = self.pool.load(source)?;
         let load = version.load().clone();
         if is_pinned {
             self.pool.pin(load.id())?;
         }
-        self.scheduler.add_version(version, bytes);
+        self.scheduler.add_version(version, bytes, keeps_routers);
         Ok(load)
     }
 

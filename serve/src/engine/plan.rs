@@ -25,6 +25,8 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug)]
 pub(crate) struct Chunk {
     pub(crate) slot: Slot,
+    /// Whether its adapter, if it has one, has no factors of a router.
+    pub(crate) keeps_routers: bool,
     /// Position of the first token.
     pub(crate) position: usize,
     pub(crate) tokens: Vec<u32>,
@@ -134,7 +136,8 @@ impl Plan {
     fn step(&self, block_rows: usize) -> Result<(Step, Vec<i32>)> {
         let columns = self.chunks.iter().map(|chunk| chunk.blocks.len()).max().unwrap_or(0);
         let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)? };
-        let mut step = Step { table, ..Step::default() };
+        let keeps_routers = self.chunks.iter().all(|chunk| chunk.keeps_routers);
+        let mut step = Step { table, keeps_routers, ..Step::default() };
         let mut sources = Vec::new();
         for (sequence, chunk) in (0..).zip(&self.chunks) {
             for (position, &token) in (chunk.position..).zip(&chunk.tokens) {

@@ -93,6 +93,8 @@ struct Place {
 #[derive(Debug)]
 struct Held {
     lease: Option<Lease>,
+    /// Of its adapter, as of a [`Version`].
+    keeps_routers: bool,
     chain: Chain,
     /// Tokens whose keys and values are in the cache when all planned steps have run.
     computed: usize,
@@ -104,6 +106,8 @@ struct Version {
     /// Unregisters it when it is dropped.
     _registered: pool::Version,
     bytes: usize,
+    /// Whether it has no factors of a router.
+    keeps_routers: bool,
     /// Waiting and running requests.
     requests: usize,
     /// Whether it is dropped when the last of them ends.
@@ -164,10 +168,11 @@ impl Scheduler {
         }
     }
 
-    /// Adds a version of an adapter, of `bytes` bytes.
-    pub(crate) fn add_version(&mut self, version: pool::Version, bytes: usize) {
+    /// Adds a version of an adapter, of `bytes` bytes, which may have no factors of a router.
+    pub(crate) fn add_version(&mut self, version: pool::Version, bytes: usize, keeps_routers: bool) {
         let id = version.load().id();
-        self.versions.insert(id, Version { _registered: version, bytes, requests: 0, is_retired: false });
+        let version = Version { _registered: version, bytes, keeps_routers, requests: 0, is_retired: false };
+        self.versions.insert(id, version);
     }
 
     /// The versions that the pool knows.
@@ -335,7 +340,7 @@ impl Scheduler {
             let _ = pool.prefetch(adapter);
             watch(&mut self.loads, adapter, pool);
         }
-        let Self { limits, admission, cache, sequences, running, loads, .. } = self;
+        let Self { limits, admission, cache, sequences, running, versions, loads, .. } = self;
         let mut failed = Vec::new();
         admission.admit(now, |offered| {
             if budget.tokens == 0 || budget.rows == 0 || running.len() == limits.running {
@@ -358,7 +363,9 @@ impl Scheduler {
             // What is reported of a token of the prompt is computed, not shared.
             let shareable = if sequence.is_reporting() { &[] } else { &*sequence.tokens };
             let (chain, computed) = cache.start(namespace, shareable);
-            sequence.held = Some(Held { lease, chain, computed });
+            let version = offered.adapter.and_then(|adapter| versions.get(&adapter));
+            let keeps_routers = version.is_none_or(|version| version.keeps_routers);
+            sequence.held = Some(Held { lease, keeps_routers, chain, computed });
             // One row is its own.
             let mut left = Budget { rows: budget.rows - 1, ..*budget };
             let Some(chunk) = sequence.next_chunk(cache, left) else {
@@ -474,7 +481,7 @@ impl Sequence {
     /// The next tokens, within `budget`, with blocks for their keys and values; `None` if the cache is full.
     fn next_chunk(&mut self, cache: &mut KvCache, budget: Budget) -> Option<Chunk> {
         let (is_reporting, reported, last) = (self.is_reporting(), self.reported, self.request.prompt.len() - 1);
-        let Held { lease, chain, computed } = self.held.as_mut()?;
+        let Held { lease, keeps_routers, chain, computed } = self.held.as_mut()?;
         let known = self.tokens.len();
         let len = known + usize::from(self.next.is_some());
         let position = *computed;
@@ -496,6 +503,7 @@ impl Sequence {
         let is_sampled = end == len;
         Some(Chunk {
             slot: lease.as_ref().map_or(Slot::BASE, Lease::slot),
+            keeps_routers: *keeps_routers,
             position,
             tokens,
             source,

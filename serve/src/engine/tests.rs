@@ -389,13 +389,14 @@ fn goldens(files: &Files, batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32
     unscaled.map(with_tokens).collect()
 }
 
-const BATCHES: [(&str, &str, &str, usize); 6] = [
+const BATCHES: [(&str, &str, &str, usize); 7] = [
     ("base-only", "qwen3", "adapters", 3),
     ("mixed", "qwen3", "adapters", 16),
     ("one-question", "qwen3", "adapters", 10),
     ("untied", "qwen3-untied", "adapters-untied", 9),
     ("moe", "qwen3-moe", "adapters-moe", 10),
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
+    ("moe-router", "qwen3-moe", "adapters-moe-router", 8),
 ];
 
 /// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time: of the
@@ -517,6 +518,7 @@ fn logits_of_a_plan_do_not_depend_on_its_composition() {
         let block_rows = 4;
         let chunk = |slot, first_block: u32, range: std::ops::Range<usize>| Chunk {
             slot,
+            keeps_routers: true,
             position: range.start,
             tokens: prompt[range.clone()].to_vec(),
             blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
@@ -566,6 +568,7 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
             let blocks = u32::try_from(tokens.len().div_ceil(block_rows)).expect("it is small");
             let chunk = |(sequence, &slot): (u32, &Slot)| Chunk {
                 slot,
+                keeps_routers: true,
                 position: 0,
                 tokens: tokens.clone(),
                 blocks: (sequence * blocks..(sequence + 1) * blocks).collect(),
@@ -1293,6 +1296,7 @@ mod on_gpu {
     fn graphs_compute_what_eager_steps_do_in_f32() {
         graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3", "adapters");
         graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-moe", "adapters-moe");
+        graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-moe", "adapters-moe-router");
     }
 
     #[test]
@@ -1300,6 +1304,7 @@ mod on_gpu {
     fn graphs_compute_what_eager_steps_do_in_bf16() {
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3", "adapters");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe");
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe-router");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe-int4", "adapters-moe");
     }
 
@@ -1341,9 +1346,12 @@ mod on_ranks_of_gpus {
     #[test]
     #[ignore = "needs two GPUs and NCCL"]
     fn graphs_of_ranks_give_the_tokens_of_one() {
-        for (model, folder) in
-            [("qwen3", "adapters"), ("qwen3-moe", "adapters-moe"), ("qwen3-moe-int4", "adapters-moe")]
-        {
+        for (model, folder) in [
+            ("qwen3", "adapters"),
+            ("qwen3-moe", "adapters-moe"),
+            ("qwen3-moe", "adapters-moe-router"),
+            ("qwen3-moe-int4", "adapters-moe"),
+        ] {
             let ask = |split: Split| {
                 Files::split(model, split).run::<Cuda<bf16>, _>(LARGE, 16, |world| {
                     let answers = super::on_gpu::ask_everyone(world, folder);
@@ -1352,7 +1360,7 @@ mod on_ranks_of_gpus {
                 })
             };
             let one = ask(TpRank::SINGLE.into());
-            let expert_parallel = folder == "adapters-moe";
+            let expert_parallel = model != "qwen3";
             for split in [pair(), Split { expert_parallel, fully_sharded: true, ..pair() }] {
                 assert_eq!(one, ask(split), "{model}: {split:?}");
             }

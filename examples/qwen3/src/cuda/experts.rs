@@ -100,16 +100,17 @@ impl Routes {
         })
     }
 
+    /// Chooses by the router's scores, which are added to what `scores` holds if these are deltas.
     pub(super) fn choose<T: Element + DeviceRepr>(
         &mut self,
         device: &Cuda<T>,
         (x, router): (&Matrix<T>, &Matrix<T>),
-        scores: &mut Matrix<T>,
+        (scores, has_deltas): (&mut Matrix<T>, bool),
         normalized: bool,
     ) -> Result<()> {
         let Self { experts, held, ids, weights, row_of_route, tokens, bounds, are_bounds_old, .. } = self;
         are_bounds_old.set(false);
-        let (top_k, normalized) = (ids.cols, i32::from(normalized));
+        let (top_k, normalized, adds) = (ids.cols, i32::from(normalized), i32::from(has_deltas));
         let (first_held, num_held) = (held.start, held.len());
         if let Some(function) = &device.functions.route_few
             && route::fits(x.rows, *experts, top_k, x.cols)
@@ -125,10 +126,12 @@ impl Routes {
                 .arg(&first_held)
                 .arg(&num_held)
                 .arg(&top_k)
-                .arg(&normalized);
+                .arg(&normalized)
+                .arg(&adds);
             return launch_blocks(kernel, (route::blocks(*experts), 1), route::THREADS, 0);
         }
-        device.gemm.run(device.stream.get(), x, router, scores, 0.0)?;
+        let beta = if has_deltas { 1.0 } else { 0.0 };
+        device.gemm.run(device.stream.get(), x, router, scores, beta)?;
         let mut kernel = device.kernel(&device.functions.choose_experts);
         kernel.arg(&scores.address).arg(&ids.address).arg(&weights.address);
         kernel.arg(&*experts).arg(&first_held).arg(&num_held).arg(&top_k).arg(&normalized);

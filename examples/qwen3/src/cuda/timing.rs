@@ -157,7 +157,7 @@ impl Layer<'_> {
     ) -> Result<()> {
         let Self { device, router, gate_up, down, lora } = self;
         let Values { scores, routes, rows, gate_up: y, inter, down: z, out } = values;
-        routes.choose(device, (x, router), scores, true)?;
+        routes.choose(device, (x, router), (scores, false), true)?;
         let routes = &*routes;
         let mut grouped = if adapted { Some(device.group(grouping, step, routes)?) } else { None };
 

@@ -1050,8 +1050,9 @@ fn routes_hold<T: Float>(seed: u64, experts: usize) {
     }
 }
 
-/// The router's scores of few tokens, and their routes: those of the kernels for any number of tokens by the same scores.
-fn few_routes_hold<T: Float>(seed: u64) {
+/// The router's scores of few tokens, alone or added to deltas, and their routes: those of the kernels for any number of tokens by the
+/// same scores.
+fn few_routes_hold<T: Float>(seed: u64, adds: bool) {
     let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
     let arrivals = gpu.upload(&[0_i32]);
@@ -1065,20 +1066,25 @@ fn few_routes_hold<T: Float>(seed: u64) {
         assert!(route::fits(tokens, experts, top_k, cols));
         let (x, router) = (noise::<T>(&mut rng, tokens * cols, 1.0), noise::<T>(&mut rng, experts * cols, 0.1));
         let (x_buffer, router_buffer) = (gpu.upload(&x), gpu.upload(&router));
+        let deltas = noise::<T>(&mut rng, tokens * experts, 1.0);
         let run = |first_token: usize, tokens: usize| {
-            let scores = gpu.poisoned(tokens * experts * size_of::<T>());
+            let scores = match adds {
+                true => gpu.upload(&deltas[first_token * experts..][..tokens * experts]),
+                false => gpu.poisoned(tokens * experts * size_of::<T>()),
+            };
             let routes = [(); 4].map(|()| gpu.poisoned(tokens * top_k * 4));
             let bounds = gpu.poisoned((held.len() + 1) * 4);
             let router_address = router_buffer.address();
             let x_address = x_buffer.address() + (first_token * cols * size_of::<T>()) as u64;
             let [ids, weights, rows, tokens_of_rows] = &routes;
             let outputs = [&scores, ids, weights, rows, tokens_of_rows, &bounds, &arrivals].map(Buffer::address);
-            let (first, count, normalized) = (held.start, held.len(), 1_i32);
+            let (first, count, normalized, adds) = (held.start, held.len(), 1_i32, i32::from(adds));
             let function = kernels.function(&format!("route_few_{dtype}"), 0);
             kernels.launch(&function, (route::blocks(experts), 1), route::THREADS, 0, |kernel| {
                 kernel.arg(&x_address).arg(&router_address);
                 push_all(kernel, &outputs);
                 kernel.arg(&cols).arg(&tokens).arg(&experts).arg(&first).arg(&count).arg(&top_k).arg(&normalized);
+                kernel.arg(&adds);
             });
             (scores, routes, bounds)
         };
@@ -1090,8 +1096,10 @@ fn few_routes_hold<T: Float>(seed: u64) {
             for (expert, value) in values.iter().enumerate() {
                 let products = x[token * cols..][..cols].iter().zip(&router[expert * cols..][..cols]);
                 let products = products.map(|(x, w)| f64::from(x.to_f32()) * f64::from(w.to_f32()));
+                let delta = adds.then(|| f64::from(deltas[token * experts + expert].to_f32()));
+                let products = products.chain(delta);
                 let (sum, size) = products.fold((0.0, 0.0), |(sum, size): (f64, f64), p| (sum + p, size + p.abs()));
-                let bound = T::UNIT * sum.abs() + size * cols as f64 * f64::from(f32::EPSILON);
+                let bound = T::UNIT * sum.abs() + size * (cols + 1) as f64 * f64::from(f32::EPSILON);
                 let got = f64::from(value.to_f32());
                 assert!((got - sum).abs() <= bound, "{what}, token {token}, expert {expert}: {got}, not {sum}");
             }
@@ -1125,8 +1133,10 @@ fn few_routes_hold<T: Float>(seed: u64) {
 #[test]
 #[ignore = "needs a GPU"]
 fn routes_of_few_tokens_are_those_of_many() {
-    few_routes_hold::<bf16>(20);
-    few_routes_hold::<f16>(21);
+    for adds in [false, true] {
+        few_routes_hold::<bf16>(20, adds);
+        few_routes_hold::<f16>(21, adds);
+    }
 }
 
 #[test]
