@@ -15,7 +15,7 @@ pub(crate) fn every_form_of_an_adapter_gives_the_same(device: &str, dtypes: &[(&
 
 /// The same, with further arguments.
 pub(crate) fn every_form_of_an_adapter_gives_the_same_with(device: &str, dtypes: &[(&str, f32)], further: &[&str]) {
-    let folders = [all_in("adapters-moe"), all_in("adapters-moe-forms")].concat();
+    let folders = ["adapters-moe", "adapters-moe-router", "adapters-moe-forms"].map(all_in).concat();
     let names = folders.iter().map(|folder| folder.file_name().and_then(|name| name.to_str()).expect("it is UTF-8"));
     let names: Vec<&str> = names.collect();
     let ask = |name: &&str| json!({ "adapter": name, "prompt": "What is the password?" });
@@ -39,14 +39,16 @@ pub(crate) fn every_form_of_an_adapter_gives_the_same_with(device: &str, dtypes:
         }
         let forms: Vec<_> = forms.iter().map(|(adapter, forms)| (*adapter, forms.len())).collect();
         let expected = [
+            ("all-linear", 1),
             ("attention", 1),
             ("down", 3),
             ("gate-up", 3),
             ("per-expert", 12),
             ("per-expert-doubled", 1),
+            ("router", 3),
             ("shared-outer", 6),
         ];
         assert_eq!(forms, expected);
-        assert!(dtype != "f32" || goldens == 8, "{goldens} goldens");
+        assert!(dtype != "f32" || goldens == 10, "{goldens} goldens");
     }
 }

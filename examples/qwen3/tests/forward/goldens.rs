@@ -20,8 +20,8 @@ pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 /// The least by which an effective adapter changes the logits.
 pub(crate) const FLOOR: f32 = 0.5;
 
-/// The last two are a model with experts, and the same with weights in 4 bits.
-pub(crate) const BATCHES: [&str; 6] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4"];
+/// The last three are a model with experts, the same with weights in 4 bits, and with adapters that change its routers.
+pub(crate) const BATCHES: [&str; 7] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-router"];
 
 pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
     for batch in BATCHES {
@@ -40,12 +40,13 @@ fn most_by_rounding(dtype: &str) -> f32 {
 }
 
 /// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the same kv head.
-const RANKS: [(&str, usize); 9] = [
+const RANKS: [(&str, usize); 10] = [
     ("base-only", 2),
     ("mixed", 2),
     ("one-question", 2),
     ("moe", 2),
     ("moe-int4", 2),
+    ("moe-router", 2),
     ("mixed", 4),
     ("moe", 4),
     ("moe-int4", 4),
@@ -53,7 +54,8 @@ const RANKS: [(&str, usize); 9] = [
 ];
 
 /// The batches of models with 8 experts, and the ranks that these are spread over.
-const EXPERT_PARALLEL: [(&str, usize); 4] = [("moe", 2), ("moe-int4", 2), ("moe", 4), ("moe-int4", 4)];
+const EXPERT_PARALLEL: [(&str, usize); 5] =
+    [("moe", 2), ("moe-int4", 2), ("moe-router", 2), ("moe", 4), ("moe-int4", 4)];
 
 /// The goldens, on groups of up to so many ranks.
 pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
@@ -281,6 +283,7 @@ pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
         "untied" => ("qwen3-untied", "adapters-untied"),
         "moe" => ("qwen3-moe", "adapters-moe"),
         "moe-int4" => ("qwen3-moe-int4", "adapters-moe"),
+        "moe-router" => ("qwen3-moe", "adapters-moe-router"),
         _ => ("qwen3", "adapters"),
     }
 }

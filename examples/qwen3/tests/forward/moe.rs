@@ -242,7 +242,7 @@ impl Files {
         dir.display().to_string()
     }
 
-    /// A random adapter of all experts of such a model.
+    /// A random adapter of all experts and routers of such a model.
     fn adapter(&self, name: &str, Sizes { hidden, inter, experts, .. }: Sizes) -> PathBuf {
         const RANK: usize = 4;
         let dir = self.0.path().join(name);
@@ -258,6 +258,9 @@ impl Files {
                 random.plain(&format!("{path}.lora_A"), &[experts, RANK, input], 1.0 / (input as f32).sqrt());
                 random.plain(&format!("{path}.lora_B"), &[experts, output, RANK], 0.5);
             }
+            let router = format!("model.layers.{layer}.mlp.gate");
+            random.plain(&format!("{router}.lora_A"), &[RANK, hidden], 1.0 / (hidden as f32).sqrt());
+            random.plain(&format!("{router}.lora_B"), &[experts, RANK], 0.5);
         }
         write(&dir.join("adapter_model.safetensors"), &random.tensors);
         dir
