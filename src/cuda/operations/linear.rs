@@ -229,7 +229,8 @@ impl LoraLinear {
     /// 16 bytes. The columns of the outputs are changed. The step's batch is [placed](Stack::place) in the stack.
     ///
     /// # Errors
-    /// [`LaunchError`] if an operand does not match the layer, the stack and the step. [`OperandError::NotPlaced`]. Nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the layer, the stack and the step, or
+    /// [`OperandError::NotPlaced`](crate::error::OperandError::NotPlaced). Nothing was enqueued.
     pub fn add_stacked_delta<T: Element>(
         &self,
         step: &mut Step<'_>,
