@@ -180,7 +180,10 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
         // All adapters are in the batch.
         let mode = plan.fastest_mode(workload.num_tokens(), workload.ranks.iter().sum(), Some(&fused), None);
         let name = format!("{mode:?}").to_lowercase();
-        let of_gemm = added.added_us.iter().filter(|(name, _)| *name != "within");
+        // The record has the fused linear of more tokens, which the library has no longer.
+        let is_there =
+            |name: &str| name != "within" && (name != "fused" || workload.num_tokens() <= fused.max_tokens());
+        let of_gemm = added.added_us.iter().filter(|(name, _)| is_there(name));
         let least = of_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
         let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
         assert!(share <= *most, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
