@@ -2,7 +2,7 @@
 
 use std::{env, path::PathBuf, str::FromStr};
 
-use aril::DType;
+use aril::{DType, model::MAX_RANK, plan::MAX_SLOTS};
 use clap::{Parser, ValueEnum, builder::RangedU64ValueParser};
 use serde::Deserialize;
 
@@ -75,10 +75,10 @@ pub struct Options {
     pub max_lora_rank: usize,
     /// The most adapters of a step whose A the GPU multiplies by with the base weights, in steps of more than 32 tokens of 16 bits; 0 for
     /// none. Steps of more adapters, or of one of a higher rank than --stacked-lora-rank, take longer
-    #[arg(long, value_name = "N", default_value_t = STACK.0, value_parser = up_to_1024())]
+    #[arg(long, value_name = "N", default_value_t = STACK.0, value_parser = within(0, MAX_SLOTS))]
     pub stacked_loras: usize,
     /// The largest rank of such an adapter. Each of --stacked-loras has as many rows in every base weight
-    #[arg(long, value_name = "N", default_value_t = STACK.1, value_parser = up_to_1024())]
+    #[arg(long, value_name = "N", default_value_t = STACK.1, value_parser = within(1, MAX_RANK))]
     pub stacked_lora_rank: usize,
     /// Memory on the device of each rank for adapters
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
@@ -245,9 +245,9 @@ fn api_key(arg: &str) -> std::result::Result<String, String> {
     }
 }
 
-/// What the library has room for in a stack, and more than a base weight has.
-fn up_to_1024() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(0..=1024)
+/// The library's bounds of a stack.
+fn within(least: u64, most: usize) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(least..=most as u64)
 }
 
 fn at_least_one(arg: &str) -> std::result::Result<usize, String> {
