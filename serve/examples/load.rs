@@ -18,7 +18,7 @@ use std::{
 
 use aril_bench::{
     report::percentile,
-    serving::{Request, Trace},
+    trace::{Request, Trace},
 };
 use aril_serve::{Options, Running, start};
 use clap::Parser;

@@ -7,13 +7,12 @@ use std::{
 };
 
 use crate::{
-    Result, engine, fleet,
+    Result, engine,
     plots::{self, ADAPTERS, MODEL},
     record::{self, FOLDERS, Record},
     report::{self, Table, geometric_mean},
     results::{Added, OthersFile, Results},
     selection::{Chosen, Subject},
-    serving,
     workload::{Suite, Workload},
 };
 
@@ -31,12 +30,6 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
     for (name, body) in blocks(record, &chosen) {
         benches = fill(&benches, name, &body)?;
     }
-    let serving = serving::Record::load(root)?;
-    benches = fill(&benches, "serving", &serving::shown(&serving))?;
-    let fleet = fleet::Record::load(root)?;
-    for (name, body) in fleet::shown(&fleet) {
-        benches = fill(&benches, name, &body)?;
-    }
     benches = fill(&benches, "kernels", &kernels(record, &chosen))?;
     let engine = engine::Record::load(&root.join(&record.path))?;
     let shown = engine.as_ref().map_or_else(|| "Not measured.\n".to_owned(), |engine| engine.shown(&record.path));
@@ -50,8 +43,7 @@ pub fn of(root: &Path, record: &Record) -> Result<Vec<(PathBuf, String)>> {
         }
     }
     let engine = engine.map(|engine| engine.plot(&record.path));
-    let simulated = [serving::plot(&serving), fleet::plot(&fleet)];
-    for plot in plots::of(record, &chosen)?.into_iter().chain(simulated).chain(engine) {
+    for plot in plots::of(record, &chosen)?.into_iter().chain(engine) {
         files.push((Path::new("benches/plots").join(plot.file), plot.svg()?));
     }
     Ok(files)

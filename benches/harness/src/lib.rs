@@ -10,8 +10,7 @@
 //! | [`results`] | the JSON of measured figures, ours and other libraries' |
 //! | [`record`] | the files in `benches/record` |
 //! | [`pool`] | the adapters that an adapter pool is measured with, and the JSON of its figures |
-//! | [`serving`] | a simulation of policies of admission |
-//! | [`fleet`] | a simulation of routers of many replicas |
+//! | [`trace`] | the requests of a server under load |
 //! | [`engine`] | the figures of the reference engine |
 //! | [`report`], [`plots`], [`documents`] | tables, plots, and the documents that show them |
 #![expect(
@@ -29,7 +28,6 @@ pub mod device;
 pub mod documents;
 pub mod engine;
 pub mod experts;
-pub mod fleet;
 #[cfg(feature = "cuda")]
 pub mod gemm;
 #[cfg(feature = "cuda")]
@@ -42,7 +40,7 @@ pub mod record;
 pub mod report;
 pub mod results;
 pub mod selection;
-pub mod serving;
+pub mod trace;
 pub mod workload;
 
 /// Benchmarks stop at the first error.

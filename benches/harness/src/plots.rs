@@ -33,7 +33,7 @@ const LAYERS: [&str; 4] = ["qkv", "o", "gate_up", "down"];
 const RANK: usize = 16;
 pub(crate) const ADAPTERS: usize = 8;
 
-/// A plot of one or more panels, each of figures over numbers of tokens or rates of requests.
+/// A plot of one or more panels, each of figures over numbers of tokens.
 #[derive(Debug)]
 pub struct Plot {
     pub file: &'static str,
@@ -49,8 +49,6 @@ pub struct Plot {
 pub enum Axis {
     /// Times in µs, which are positive, over tokens. Logarithmic.
     Time,
-    /// Times in ms, which are positive, over requests per second. Logarithmic.
-    Latency,
     /// LoRA's part of the time of the base GEMMs, in percent, over tokens. Linear, from the least figure or 0.
     Percent,
     /// LoRA's part of the time of a step, in percent, over sequences. Linear, from the least figure or 0.
@@ -61,7 +59,6 @@ impl Axis {
     fn unit(self) -> &'static str {
         match self {
             Self::Time => "µs",
-            Self::Latency => "ms",
             Self::Percent | Self::Overhead => "percent",
         }
     }
@@ -69,7 +66,6 @@ impl Axis {
     fn label(self) -> &'static str {
         match self {
             Self::Time => "µs",
-            Self::Latency => "ms",
             Self::Percent => "% of the base GEMMs",
             Self::Overhead => "% of the step without adapters",
         }
@@ -78,7 +74,6 @@ impl Axis {
     fn x_label(self) -> &'static str {
         match self {
             Self::Time | Self::Percent => "tokens",
-            Self::Latency => "requests/s",
             Self::Overhead => "sequences",
         }
     }
@@ -86,7 +81,7 @@ impl Axis {
     /// Where no line is: above the lines, or on the side of many tokens.
     fn legend(self) -> SeriesLabelPosition {
         match self {
-            Self::Time | Self::Latency | Self::Overhead => SeriesLabelPosition::UpperLeft,
+            Self::Time | Self::Overhead => SeriesLabelPosition::UpperLeft,
             Self::Percent => SeriesLabelPosition::UpperRight,
         }
     }
@@ -124,9 +119,6 @@ pub enum Kind {
     Other,
     /// Another library that only writes deltas.
     OtherDeltas,
-    /// Another policy of admission, and a variant of it.
-    OtherPolicy,
-    OtherVariant,
     Floor,
 }
 
@@ -139,8 +131,6 @@ impl Kind {
             Self::OursFused => RGBColor(0, 130, 95),
             Self::Other => RGBColor(213, 94, 0),
             Self::OtherDeltas => RGBColor(230, 159, 0),
-            Self::OtherPolicy => RGBColor(0, 158, 115),
-            Self::OtherVariant => RGBColor(204, 121, 167),
             Self::Floor => RGBColor(110, 110, 110),
         }
     }
@@ -378,9 +368,7 @@ impl Panel {
         let x = (left..right).log_scale().base(2.0);
         // Room for the legend above the lines.
         match axis {
-            Axis::Time | Axis::Latency => {
-                self.draw_lines(axis, chart.build_cartesian_2d(x, (low * 0.8..high * 3.0).log_scale())?)
-            }
+            Axis::Time => self.draw_lines(axis, chart.build_cartesian_2d(x, (low * 0.8..high * 3.0).log_scale())?),
             Axis::Percent | Axis::Overhead => {
                 let mut chart = chart.build_cartesian_2d(x, low.min(0.0) * 1.2..high * 1.9)?;
                 chart.draw_series([PathElement::new([(left, 0.0), (right, 0.0)], BLACK.stroke_width(1))])?;

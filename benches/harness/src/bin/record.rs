@@ -3,11 +3,10 @@
 use std::{fs, path::PathBuf};
 
 use aril_bench::{
-    Result, documents, fleet,
+    Result, documents,
     record::{self, Record},
     results::{self, Others, Results},
     selection::{Chosen, Selection},
-    serving,
     workload::Suite,
 };
 use clap::{Parser, Subcommand, ValueEnum as _};
@@ -44,10 +43,6 @@ enum Command {
         #[command(flatten)]
         selection: Selection,
     },
-    /// Simulates policies of admission and writes benches/record/serving.json
-    Serving,
-    /// Simulates routers of many replicas and writes benches/record/fleet.json
-    Fleet,
     /// Reduces results of other libraries to the fastest at each workload
     Others {
         /// What their runner wrote. The first file that has a figure counts
@@ -82,16 +77,6 @@ fn main() -> Result<()> {
                     println!("{}", if markdown { table.markdown() } else { table.to_string() });
                 }
             }
-        }
-        Command::Serving => {
-            let record = serving::Record::run()?;
-            println!("{}", serving::table(&record.runs));
-            results::save(&record, &record::repository().join(serving::FILE))?;
-        }
-        Command::Fleet => {
-            let record = fleet::Record::run()?;
-            println!("{}\n{}", fleet::table(&record.runs), fleet::events(&record.runs));
-            results::save(&record, &record::repository().join(fleet::FILE))?;
         }
         Command::Others { results, out, about } => results::save(&Others::reduced(&results, &about)?, &out)?,
     }

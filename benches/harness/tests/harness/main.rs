@@ -2,10 +2,9 @@
 #![expect(clippy::cast_possible_truncation, clippy::unwrap_used, reason = "tests")]
 
 mod check;
-mod fleet;
 mod links;
 mod pool;
 mod record;
 mod report;
-mod serving;
+mod trace;
 mod workloads;

@@ -13,7 +13,6 @@ use aril_bench::{
     report::geometric_mean,
     results::{Others, OthersFile, WithBase},
     selection::Chosen,
-    serving,
     workload::BUILT_IN,
 };
 use serde_json::Value;
@@ -46,7 +45,7 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
         fs::create_dir_all(to.parent().unwrap()).unwrap();
         fs::write(to, edit(fs::read_to_string(root.join(from)).unwrap())).unwrap();
     };
-    for file in ["README.md", "benches/README.md", "benches/record/serving.json", "benches/record/fleet.json"] {
+    for file in ["README.md", "benches/README.md"] {
         copied(file, file, &|text| text);
     }
     for file in ["linear.json", "moe.json", "layer.json", "others.json"] {
@@ -359,21 +358,6 @@ fn kernels_of_others_stand_beside_ours_of_the_same_call() {
     assert!(shown.contains(&row), "{row}");
 }
 
-#[test]
-fn the_plot_of_policies_has_the_figures_of_the_simulation() {
-    let record = serving::Record::load(&repository()).unwrap();
-    let plot = serving::plot(&record);
-    for (panel, adapters) in [1000, 100_000].into_iter().enumerate() {
-        for policy in serving::Kind::ALL {
-            let runs = record.runs.iter().filter(|run| run.trace.adapters == adapters && run.policy == policy);
-            let points: Vec<_> =
-                runs.filter_map(|run| Some((run.trace.rate?, run.figures.first_token_p99_ms))).collect();
-            assert!(points.len() > 5 && is_near(&line(&plot, panel, policy.name()).points, &points), "{plot:?}");
-        }
-    }
-    is_drawn(&plot);
-}
-
 /// The SVG draws each point where its figures belong, within a pixel, names its figure, and has no line below a legend.
 fn is_drawn(plot: &Plot) {
     let svg = plot.svg().unwrap();
@@ -395,7 +379,7 @@ fn is_drawn(plot: &Plot) {
         let (of_panel, rest) = drawn.split_at(points.len());
         drawn = rest;
         let (scaled, least_scale): (fn(f64) -> f64, f64) = match plot.axis {
-            Axis::Time | Axis::Latency => (f64::ln, 10.0),
+            Axis::Time => (f64::ln, 10.0),
             Axis::Percent | Axis::Overhead => (|percent| percent, 1.0),
         };
         let scaled: Vec<(f64, f64)> = points.iter().map(|(tokens, figure)| (tokens.ln(), scaled(*figure))).collect();

@@ -1,9 +1,15 @@
+//! Requests for many adapters, by Zipf's law, for a server under load.
+
 use rand::{SeedableRng, rngs::StdRng};
 use rand_distr::{Distribution as _, Exp1, LogNormal, Zipf};
 use serde::{Deserialize, Serialize};
 
-use super::{Adapter, Time};
 use crate::Result;
+
+/// An adapter, by its rank in Zipf's law.
+pub type Adapter = u32;
+/// Microseconds since the beginning of a run.
+pub type Time = u64;
 
 /// What a trace is drawn from.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
@@ -61,68 +67,5 @@ impl Trace {
             }
         };
         Ok((0..self.requests).map(request).collect())
-    }
-}
-
-/// The model of a GPU, and the bounds of its engine. Times are in µs.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub struct Hardware {
-    /// Adapters that device memory holds.
-    pub slots: usize,
-    /// Adapters that host memory holds.
-    pub host_adapters: usize,
-    /// From host memory to the device.
-    pub copy_us: Time,
-    /// From the disk to host memory.
-    pub read_us: Time,
-    /// Fixed part of a step.
-    pub step_us: Time,
-    /// Part of a step for each distinct adapter.
-    pub adapter_us: Time,
-    /// Part of a step for 1000 tokens of prompts.
-    pub thousand_tokens_us: Time,
-    /// Part of a step for 1000 requests that decode.
-    pub thousand_decodes_us: Time,
-    /// Running requests, at most.
-    pub max_requests: usize,
-    /// Tokens of a step, at most.
-    pub max_tokens: usize,
-}
-
-impl Hardware {
-    /// One GPU like an H200, with Qwen3-8B and adapters of 83 MB: 50 GB/s to the device, 3 GB/s from the disk, weights and adapters
-    /// read at 4 TB/s, and 600 TFLOP/s.
-    pub const H200: Self = Self {
-        slots: 32,
-        host_adapters: 1000,
-        copy_us: 1660,
-        read_us: 27_700,
-        step_us: 5000,
-        adapter_us: 20,
-        thousand_tokens_us: 27_000,
-        thousand_decodes_us: 27_000,
-        max_requests: 64,
-        max_tokens: 2048,
-    };
-
-    /// One H200 with Qwen3-8B and adapters of 87 MB, measured: loads are those of `benches/record/h200/pool.json` (commit 9ef02ab), and
-    /// steps are fitted to the decode steps and the prefill with adapters of rank 16 in `serve.json` (commit cd661ad).
-    pub const MEASURED: Self = Self {
-        slots: 32,
-        host_adapters: 256,
-        copy_us: 1603,
-        read_us: 4086,
-        step_us: 4250,
-        adapter_us: 50,
-        thousand_tokens_us: 25_500,
-        thousand_decodes_us: 39_000,
-        max_requests: 64,
-        max_tokens: 2048,
-    };
-
-    /// Time of a step in µs: `prefill` tokens of prompts, and a token each of `decodes` requests.
-    pub fn step(&self, prefill: usize, decodes: usize, adapters: usize) -> Time {
-        let tokens = self.thousand_tokens_us * prefill as Time + self.thousand_decodes_us * decodes as Time;
-        self.step_us + self.adapter_us * adapters as Time + tokens / 1000
     }
 }
