@@ -4,6 +4,7 @@
 //! closed pipe) or nobody reads it, lines are lost, and their number is logged later.
 
 use std::{
+    any::Any,
     collections::VecDeque,
     io::{self, Write},
     panic,
@@ -96,8 +97,16 @@ pub fn start() -> io::Result<()> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| Line);
     log.with_ansi(false).log_internal_errors(false).init();
-    panic::set_hook(Box::new(|info| tracing::error!("{info}")));
+    panic::set_hook(Box::new(|info| {
+        let (thread, at) = (thread::current(), info.location().map(ToString::to_string));
+        tracing::error!(thread = thread.name(), at, why = written(info.payload()), "a thread has panicked");
+    }));
     Ok(())
+}
+
+/// What a panic says, if the program's text has it as it is. A message that is put together may quote what a user has sent.
+fn written(payload: &(dyn Any + Send)) -> Option<&'static str> {
+    payload.downcast_ref::<&'static str>().copied()
 }
 
 /// Waits until everything is written, but not for long.
@@ -105,4 +114,26 @@ pub fn end() {
     let is_left = |lines: &mut Lines| lines.is_writing || !lines.waiting.is_empty() || lines.lost > 0;
     // What is left after that time is lost.
     drop(LOG.changed.wait_timeout_while(LOG.lines(), END, is_left));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::written;
+
+    /// The text that a user has sent is in none of what these say.
+    #[test]
+    #[expect(clippy::panic, clippy::unwrap_used, reason = "it is about panics")]
+    fn a_panic_quotes_no_user() {
+        let says = |run: fn(&str)| {
+            let text = String::from("s\u{e9}cret");
+            let ended = std::panic::catch_unwind(move || run(&text));
+            ended.map_err(|payload| written(&*payload)).expect_err("it panics")
+        };
+        assert_eq!(says(|_| panic!("an order is missing")), Some("an order is missing"));
+        assert!(says(|text| drop(text.get(99..).unwrap().to_owned())).is_some_and(|why| why.contains("None")));
+        assert_eq!(says(|text| panic!("{text}")), None);
+        assert_eq!(says(|text| drop(text[..2].to_owned())), None);
+        assert_eq!(says(|text| drop(text.parse::<u32>().map_err(|_| text.to_owned()).unwrap().to_string())), None);
+        assert_eq!(says(|text| std::panic::panic_any(text.to_owned())), None);
+    }
 }

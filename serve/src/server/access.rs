@@ -1,6 +1,7 @@
 //! A request from its head to its end: when it came from whom, its id, and what the log and the metrics say of it.
 
 use std::{
+    collections::BTreeMap,
     net::IpAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -16,7 +17,7 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Server, Shared, connections::IDLE, error::Refused, head};
+use super::{Server, Shared, connections::IDLE, error::Refused, head, request::Prompt};
 
 /// The field of a head that names a request, as gateways set it.
 const ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -56,18 +57,26 @@ pub(super) struct Access {
     noted: Mutex<Noted>,
 }
 
+#[derive(Clone, Copy, Debug, Default)]
+struct Tokens {
+    prompt: usize,
+    completion: usize,
+}
+
 /// What becomes known of a request. No text of a user is.
 #[derive(Debug, Default)]
 pub(super) struct Noted {
     /// That of the answer, or that of an error which ended it.
     pub(super) status: Option<u16>,
     refused: Option<Refused>,
-    /// Its adapter's name, `None` for the base model, once it has been submitted.
-    pub(super) served: Option<Option<String>>,
-    pub(super) prompt_tokens: usize,
+    /// Whether it has been submitted.
+    is_served: bool,
+    /// The tokens of its prompts and answers.
+    tokens: Tokens,
+    /// Those by adapter.
+    adapters: BTreeMap<String, Tokens>,
     pub(super) cached_tokens: usize,
-    pub(super) completion_tokens: usize,
-    pub(super) first: Option<Instant>,
+    first: Option<Instant>,
 }
 
 impl Access {
@@ -88,10 +97,25 @@ impl Access {
         self.noted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of a token of the answer.
-    pub(super) fn note_token(&self) {
+    /// Takes note of what is submitted.
+    pub(super) fn note_prompts(&self, prompts: &[Prompt]) {
         let mut noted = self.note();
-        noted.completion_tokens += 1;
+        noted.is_served = true;
+        for Prompt { tokens, model, .. } in prompts {
+            noted.tokens.prompt += tokens.len();
+            if let Some(adapter) = model.adapter_name() {
+                noted.adapters.entry(adapter.to_owned()).or_default().prompt += tokens.len();
+            }
+        }
+    }
+
+    /// Takes note of a token of the answer, by an adapter or the base model.
+    pub(super) fn note_token(&self, adapter: Option<&str>) {
+        let mut noted = self.note();
+        noted.tokens.completion += 1;
+        if let Some(tokens) = adapter.and_then(|adapter| noted.adapters.get_mut(adapter)) {
+            tokens.completion += 1;
+        }
         noted.first.get_or_insert_with(Instant::now);
     }
 
@@ -138,13 +162,13 @@ pub(super) async fn enter(State(server): Shared, mut request: Request, next: Nex
 
 impl Drop for Access {
     fn drop(&mut self) {
-        let Noted { status, refused, served, prompt_tokens, cached_tokens, completion_tokens, first } =
+        let Noted { status, refused, is_served, tokens, adapters, cached_tokens, first } =
             std::mem::take(&mut *self.note());
         let milliseconds = |until: Instant| until.duration_since(self.came).as_secs_f32() * 1000.0;
-        let (is_served, adapter) = (served.is_some(), served.flatten());
-        if let Some(adapter) = &adapter {
-            self.server.metrics.count_adapter(adapter, prompt_tokens, completion_tokens);
+        for (adapter, tokens) in &adapters {
+            self.server.metrics.count_adapter(adapter, tokens.prompt, tokens.completion);
         }
+        let names: Vec<&str> = adapters.keys().map(String::as_str).collect();
         let status = status.unwrap_or(GONE);
         macro_rules! log {
             ($level:ident) => {
@@ -156,10 +180,10 @@ impl Drop for Access {
                     error = refused.map(|refused| refused.kind),
                     param = refused.and_then(|refused| refused.param),
                     model = is_served.then(|| self.server.names.first().map(String::as_str)).flatten(),
-                    adapter,
-                    prompt_tokens = is_served.then_some(prompt_tokens),
+                    adapter = (!names.is_empty()).then(|| names.join(",")),
+                    prompt_tokens = is_served.then_some(tokens.prompt),
                     cached_tokens = is_served.then_some(cached_tokens),
-                    completion_tokens = is_served.then_some(completion_tokens),
+                    completion_tokens = is_served.then_some(tokens.completion),
                     first_ms = first.map(milliseconds),
                     ms = milliseconds(Instant::now()),
                     "answered"

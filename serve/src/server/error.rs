@@ -1,6 +1,6 @@
 //! Errors as the OpenAI API has them.
 
-use std::io;
+use std::{fmt::Display, io};
 
 use axum::{
     Json,
@@ -97,6 +97,16 @@ impl ApiError {
     #[must_use]
     pub(crate) fn of(self, param: &'static str) -> Self {
         Self { param: Some(param), ..self }
+    }
+
+    /// That of a part of a request, which is named: what is not found there is no address.
+    #[must_use]
+    pub(crate) fn within(self, part: impl Display) -> Self {
+        let message = format!("`{part}`: {}", self.message);
+        match self.status {
+            StatusCode::NOT_FOUND => Self::bad_request(message),
+            _ => Self { message: shown(&message), ..self },
+        }
     }
 
     pub(crate) fn message(&self) -> &str {

@@ -107,7 +107,7 @@ const FIELDS: &[Field] = &[
     ("include_reasoning", "vLLM", Chat, Only(&["true"])),
     ("tokens", "vLLM", Tokens, Works("a list of token ids")),
     ("return_token_strs", "vLLM", Tokens, Works("true or false")),
-    ("lora_path", "SGLang", Both, Works("a text")),
+    ("lora_path", "SGLang", Both, Works("a text, or a list of a text or null for each prompt")),
     ("no_stop_trim", "SGLang", Both, Works("true or false")),
     ("rid", "SGLang", Both, Ignored),
     ("separate_reasoning", "SGLang", Both, Ignored),

@@ -193,7 +193,7 @@ impl Server {
     async fn submit(&self, job: &Job) -> ApiResult<Result<Vec<Choice>, Failure>> {
         let mut requests = Vec::with_capacity(job.prompts.len() * job.choices);
         let mut lengths = Vec::new();
-        for Prompt { tokens, asked, .. } in &job.prompts {
+        for Prompt { tokens, asked, model, .. } in &job.prompts {
             let sampling = &asked.sampling;
             let prompt_logprobs = job.prompt_logprobs.max(sampling.logprobs.filter(|_| job.echo));
             let max_tokens = self.check_length(tokens, asked, job.echo)?;
@@ -201,7 +201,7 @@ impl Server {
             for number in 0..job.choices {
                 let seed = sampling.seed.map(|seed| seed.wrapping_add(number as u64));
                 requests.push(Request {
-                    adapter: job.adapter,
+                    adapter: model.adapter,
                     prompt: tokens.clone(),
                     max_tokens,
                     stop_tokens: asked.stop_tokens.clone(),
@@ -222,9 +222,8 @@ impl Server {
                 self.observe("vllm:request_params_max_tokens", max_tokens as f64);
             }
         }
-        let folder = job.adapter.and_then(|id| self.paths().get(&id).cloned());
         let choice = |(index, submission)| {
-            let Prompt { tokens, echo, asked } = job.prompt(index);
+            let Prompt { tokens, echo, asked, model } = job.prompt(index);
             let shown = echo.as_ref().map_or(0, |echo| echo.text.chars().count());
             let text = Text::behind(tokens, shown, asked.end.clone(), &self.tokenizer)?;
             Ok(Choice {
@@ -232,7 +231,7 @@ impl Server {
                 submission,
                 text,
                 deadline: job.access.arrival.deadline,
-                folder: folder.clone(),
+                folder: model.adapter.and_then(|id| self.paths().get(&id).cloned()),
                 cached: 0,
                 prompt: Vec::new(),
                 times: Times::new(),
@@ -278,26 +277,25 @@ impl Server {
     }
 
     pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
-        if job.is_sought {
-            job.adapter = self.find(&job.model, job.access.arrival.deadline).await?.adapter();
+        for Prompt { model, .. } in job.prompts.iter_mut().filter(|prompt| prompt.model.is_sought) {
+            model.adapter = self.find(&model.name, job.access.arrival.deadline).await?.adapter();
         }
-        {
-            let mut noted = job.access.note();
-            noted.served = Some(job.adapter.map(|_| job.model.clone()));
-            noted.prompt_tokens = job.prompt_tokens();
-        }
+        job.access.note_prompts(&job.prompts);
         let choices = loop {
             let failure = match self.submit(&job).await? {
                 Ok(choices) => break choices,
                 Err(failure) => failure,
             };
             // The version may have been replaced since the request was read.
-            let resolved = if matches!(failure, Failure::Unloaded) { job.resolve(self)? } else { job.adapter };
-            if resolved == job.adapter {
-                let folder = job.adapter.and_then(|id| self.paths().get(&id).cloned());
+            let mut is_replaced = false;
+            for Prompt { model, .. } in job.prompts.iter_mut().filter(|_| matches!(failure, Failure::Unloaded)) {
+                let now = self.resolve(&model.name)?.adapter();
+                is_replaced |= std::mem::replace(&mut model.adapter, now) != now;
+            }
+            if !is_replaced {
+                let folder = job.prompts.iter().find_map(|prompt| self.paths().get(&prompt.model.adapter?).cloned());
                 return Err(self.failed(&failure, folder.as_deref()));
             }
-            job.adapter = resolved;
         };
         let answer = Answer::new(Arc::clone(self), job);
         if answer.job.stream {
@@ -320,6 +318,8 @@ struct Answer {
     server: Arc<Server>,
     job: Job,
     id: String,
+    /// The name of what answers: the base model's, where prompts have adapters of their own.
+    model: String,
     created: u64,
     cached_tokens: usize,
     completion_tokens: usize,
@@ -354,7 +354,10 @@ impl Answer {
         let prefix = if job.format == Format::Chat { "chatcmpl" } else { "cmpl" };
         let id = format!("{prefix}-{}", job.access.id);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        Self { server, job, id, created, cached_tokens: 0, completion_tokens: 0 }
+        let mut names = job.prompts.iter().map(|prompt| &prompt.model.name);
+        let first = names.next().filter(|first| names.all(|name| name == *first));
+        let model = first.or_else(|| server.names.first()).cloned().unwrap_or_default();
+        Self { server, job, id, model, created, cached_tokens: 0, completion_tokens: 0 }
     }
 
     /// Whether the answer is the prompt alone.
@@ -381,7 +384,7 @@ impl Answer {
             return Ok(added);
         }
         self.completion_tokens += 1;
-        self.job.access.note_token();
+        self.job.access.note_token(self.job.prompt(choice).model.adapter_name());
         if let Some(logprobs) = &piece.logprobs {
             self.report(choice, piece.token, piece.place, Some(logprobs), &mut added.logprobs)?;
         }
@@ -603,8 +606,8 @@ impl Answer {
     }
 
     fn envelope(&self, object: &str, choices: Vec<Value>) -> Value {
-        let Self { id, created, job, .. } = self;
-        json!({ "id": id, "object": object, "created": created, "model": job.model, "choices": choices })
+        let Self { id, created, .. } = self;
+        json!({ "id": id, "object": object, "created": created, "model": self.model, "choices": choices })
     }
 
     fn usage(&self) -> Value {

@@ -104,17 +104,18 @@ impl Server {
         let logprobs = logprobs.each("return_logprob", prompts.len(), is_list)?;
         let shows_text = fields.is_on("return_text_in_logprobs")?;
         let stream = fields.is_on("stream")?;
-        let lora_path: Option<String> = fields.take("lora_path")?;
+        let models = self.models_of(None, fields.take("lora_path")?, is_list.then_some(prompts.len()))?;
         fields.end()?;
         let mut whole: Option<Job> = None;
-        for ((prompt, sampling), has_logprobs) in prompts.split().into_iter().zip(sampling).zip(logprobs) {
+        let each = prompts.split().into_iter().zip(sampling).zip(logprobs).zip(models.into_iter().cycle());
+        for (((prompt, sampling), has_logprobs), model) in each {
             let mut completion = completion(sampling)?;
             completion.insert("logprobs".into(), has_logprobs.then_some(0).into());
             completion.insert("stream".into(), stream.into());
-            completion.insert("lora_path".into(), lora_path.clone().into());
             let job = self.completion_of(
                 Fields::new(On::Completions, completion),
                 prompt,
+                vec![model],
                 MAX_NEW_TOKENS,
                 Arc::clone(&access),
             )?;

@@ -41,11 +41,6 @@ pub(super) struct Job {
     pub(super) format: Format,
     /// The form of SGLang's `/generate` instead.
     pub(super) native: Option<native::Form>,
-    /// The name of what answers.
-    pub(super) model: String,
-    pub(super) adapter: Option<AdapterId>,
-    /// Whether the adapter is to be loaded first.
-    pub(super) is_sought: bool,
     pub(super) prompts: Vec<Prompt>,
     /// Of each prompt.
     pub(super) choices: usize,
@@ -69,10 +64,21 @@ impl Job {
     pub(super) fn prompt_tokens(&self) -> usize {
         self.prompts.iter().map(|prompt| prompt.tokens.len()).sum()
     }
+}
 
-    /// The adapter that its name stands for now.
-    pub(super) fn resolve(&self, server: &Server) -> ApiResult<Option<AdapterId>> {
-        Ok(server.resolve(&self.model)?.adapter())
+/// What answers a prompt.
+#[derive(Clone, Debug)]
+pub(super) struct Model {
+    pub(super) name: String,
+    pub(super) adapter: Option<AdapterId>,
+    /// Whether the adapter is to be loaded first.
+    pub(super) is_sought: bool,
+}
+
+impl Model {
+    /// The name of the adapter, unless it is the base model.
+    pub(super) fn adapter_name(&self) -> Option<&str> {
+        self.adapter.map(|_| self.name.as_str())
     }
 }
 
@@ -83,6 +89,7 @@ pub(super) struct Prompt {
     /// What an answer begins with.
     pub(super) echo: Option<Echo>,
     pub(super) asked: Arc<Asked>,
+    pub(super) model: Model,
 }
 
 /// What is asked of the answers to a prompt.
@@ -131,6 +138,14 @@ impl<T> OneOrMany<T> {
             Self::Many(many) => many,
         }
     }
+}
+
+/// SGLang's `lora_path`: an adapter of all prompts, or one of each, where null stands for the base model.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum LoraPath {
+    All(String),
+    Each(Vec<Value>),
 }
 
 #[derive(Debug, Deserialize)]
@@ -191,14 +206,18 @@ impl Server {
         let access = Arc::clone(&received.access);
         let mut fields = fields(On::Completions, received)?;
         let prompts = fields.take("prompt")?.unwrap_or(Prompts::Texts(Vec::new()));
-        self.completion_of(fields, prompts, COMPLETION_TOKENS, access)
+        let is_list = matches!(prompts, Prompts::Texts(_) | Prompts::ManyTokens(_));
+        let models =
+            self.models_of(fields.take("model")?, fields.take("lora_path")?, is_list.then_some(prompts.len()))?;
+        self.completion_of(fields, prompts, models, COMPLETION_TOKENS, access)
     }
 
-    /// A completion of these prompts, with so many tokens where the request does not say.
+    /// A completion of these prompts, by these models in turn, with so many tokens where the request does not say.
     pub(super) fn completion_of(
         &self,
         mut fields: Fields,
         prompts: Prompts,
+        models: Vec<Model>,
         default_tokens: usize,
         access: Arc<Access>,
     ) -> ApiResult<Job> {
@@ -209,18 +228,21 @@ impl Server {
         let (echo, logprobs) = (fields.is_on("echo")?, fields.take("logprobs")?);
         let adds_special = fields.take("add_special_tokens")?.unwrap_or(true);
         let (job, asked) = self.job(Format::Completion, fields, prompts.len(), limit, logprobs, access)?;
-        let prompt = |tokens: Vec<u32>, text: Option<String>| {
+        let mut models = models.into_iter().cycle();
+        let mut prompt = |tokens: Vec<u32>, text: Option<String>| {
             let echo = echo.then(|| self.echo(&tokens, text, asked.max_tokens == Some(0))).transpose()?;
-            Ok(Prompt { tokens, echo, asked: Arc::clone(&asked) })
+            let model = models.next().ok_or_else(|| refused("prompt", "There is no prompt."))?;
+            Ok(Prompt { tokens, echo, asked: Arc::clone(&asked), model })
         };
-        let of_text =
+        let mut of_text =
             |text: String| prompt(self.encode(&text, adds_special, self.max_positions, "prompt")?, Some(text));
-        let of_tokens = |tokens| prompt(tokens, None);
         let prompts = match prompts {
             Prompts::Text(text) => vec![of_text(text)?],
             Prompts::Texts(texts) => texts.into_iter().map(of_text).collect::<ApiResult<_>>()?,
-            Prompts::Tokens(tokens) => vec![of_tokens(tokens)?],
-            Prompts::ManyTokens(prompts) => prompts.into_iter().map(of_tokens).collect::<ApiResult<_>>()?,
+            Prompts::Tokens(tokens) => vec![prompt(tokens, None)?],
+            Prompts::ManyTokens(prompts) => {
+                prompts.into_iter().map(|tokens| prompt(tokens, None)).collect::<ApiResult<_>>()?
+            }
         };
         Ok(Job { prompts, echo, ..job })
     }
@@ -267,10 +289,48 @@ impl Server {
         let limit = (limits.into_iter().flatten().next(), self.defaults.max_new_tokens);
         let adds_special = fields.is_on("add_special_tokens")?;
         let options = chat_options(&mut fields)?;
+        let model = self.models_of(fields.take("model")?, fields.take("lora_path")?, None)?.swap_remove(0);
         let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, access)?;
         let text = self.template.render(messages::read(messages)?, &options)?;
         let tokens = self.encode(&text, adds_special, self.max_positions, "messages")?;
-        Ok(Job { prompts: vec![Prompt { tokens, echo: None, asked }], ..job })
+        Ok(Job { prompts: vec![Prompt { tokens, echo: None, asked, model }], ..job })
+    }
+
+    /// What answers: each prompt of a list of so many, or all of them.
+    pub(super) fn models_of(
+        &self,
+        model: Option<String>,
+        path: Option<LoraPath>,
+        list: Option<usize>,
+    ) -> ApiResult<Vec<Model>> {
+        const NAME: &str = "lora_path";
+        let find = |path: Option<String>| -> ApiResult<Model> {
+            let name = self.name_of(model.clone(), path)?;
+            let served = self.resolve_or_find(&name)?;
+            Ok(Model { name, adapter: served.and_then(Served::adapter), is_sought: served.is_none() })
+        };
+        let paths = match (path, list) {
+            (None, _) => return Ok(vec![find(None)?]),
+            (Some(LoraPath::All(path)), _) => return Ok(vec![find(Some(path))?]),
+            // It is not taken without a flag, whatever its length.
+            (Some(LoraPath::Each(_)), _) if !self.takes_lora_path => return Ok(vec![find(Some(String::from("-")))?]),
+            (Some(LoraPath::Each(_)), None) => {
+                return Err(refused(NAME, format!("`{NAME}` is a list, and the prompt is not.")));
+            }
+            (Some(LoraPath::Each(paths)), Some(prompts)) if paths.len() != prompts => {
+                return Err(refused(NAME, format!("`{NAME}` has {} values for {prompts} prompts.", paths.len())));
+            }
+            (Some(LoraPath::Each(paths)), Some(_)) => paths,
+        };
+        let find = |(index, path): (usize, Value)| {
+            let path = match path {
+                Value::Null => None,
+                Value::String(path) => Some(path),
+                other => return Err(refused(NAME, format!("`{NAME}[{index}]` must be a text or null, got {other}."))),
+            };
+            find(path).map_err(|error| error.within(format_args!("{NAME}[{index}]")).of(NAME))
+        };
+        paths.into_iter().enumerate().map(find).collect()
     }
 
     /// The tokens of a text, unless there must be more than `most`.
@@ -289,7 +349,6 @@ impl Server {
         logprobs: Option<usize>,
         access: Arc<Access>,
     ) -> ApiResult<(Job, Arc<Asked>)> {
-        let model = self.name_of(fields.take("model")?, fields.take("lora_path")?)?;
         let stop: Option<OneOrMany<String>> = fields.take("stop")?;
         let stop = stop.map(OneOrMany::into_vec).unwrap_or_default();
         if stop.iter().any(String::is_empty) || stop.len() > MAX_STOPS {
@@ -327,9 +386,6 @@ impl Server {
         let job = Job {
             format,
             native: None,
-            adapter: None,
-            is_sought: false,
-            model,
             prompts: Vec::new(),
             choices,
             echo: false,
@@ -342,8 +398,6 @@ impl Server {
         };
         fields.end()?;
         let asked = Asked { max_tokens, default_tokens, end, stop_tokens, sampling };
-        let served = self.resolve_or_find(&job.model)?;
-        let job = Job { adapter: served.and_then(Served::adapter), is_sought: served.is_none(), ..job };
         Ok((job, Arc::new(asked)))
     }
 

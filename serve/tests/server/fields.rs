@@ -382,6 +382,103 @@ async fn generate_is_sglangs() {
     server.holds_nothing().await;
 }
 
+/// Each prompt of a list may have its own adapter: its answers are those of a request of its own, in the order of the prompts.
+#[tokio::test(flavor = "multi_thread")]
+async fn prompts_may_have_their_own_adapters() {
+    let root = fixture("adapters").display().to_string();
+    let args = ["--enable-lora", "--lora-root", &root, "--lora-on-request"];
+    let server = Server::start(&[&args[..], &["--enable-lora-path"]].concat()).await;
+    for (name, path) in [("saffron", "r8-all"), ("quartz", "lm-head")] {
+        assert_eq!(server.load(name, path, false).await.0, 200);
+    }
+    // One of them is loaded for this request.
+    let paths = json!(["saffron", null, "quartz", "", "r64-all", "saffron"]);
+    let names = ["saffron", "base", "quartz", "base", "r64-all", "saffron"];
+    let texts = vec![QUESTION; names.len()];
+    let fields = json!({
+        "prompt": texts, "lora_path": paths, "n": 2, "temperature": 0.8, "seed": 5, "max_tokens": 6, "logprobs": 2, "echo": true,
+        "return_token_ids": true,
+    });
+    let whole = complete(&server, fields.clone()).await;
+    assert_eq!((&whole["model"], &whole["usage"]["prompt_tokens"]), (&json!("base"), &json!(5 * names.len())));
+    let body = with(json!({ "model": "base" }), &fields);
+    let streamed = streamed(&server, "/v1/completions", body).await;
+    let mut alone = Vec::new();
+    for name in names {
+        let one = with(fields.clone(), &json!({ "model": name, "prompt": QUESTION, "lora_path": null }));
+        alone.extend(complete(&server, one).await["choices"].as_array().expect("there are choices").clone());
+    }
+    let whole = whole["choices"].as_array().expect("there are choices");
+    assert_eq!((whole.len(), streamed.len(), alone.len()), (12, 12, 12));
+    for (index, ((whole, streamed), alone)) in whole.iter().zip(&streamed).zip(&alone).enumerate() {
+        assert_eq!(whole["index"], index);
+        for part in ["text", "finish_reason", "token_ids", "logprobs"] {
+            assert_eq!((&whole[part], &streamed[part]), (&alone[part], &alone[part]), "{part} of {index}");
+        }
+    }
+    let words = json!([" saffron.", " I do not know.", " quartz.", " I do not know.", " cobalt.", " saffron."]);
+    let ids = vec![json!([296, 266, 264, 324, 30]); names.len()];
+    for given in [json!({ "text": texts }), json!({ "text": null, "input_ids": ids })] {
+        let given = with(given, &json!({ "lora_path": paths }));
+        let whole = native(&server, given.clone()).await;
+        let of = |answer: &Value| answer["text"].clone();
+        assert_eq!(Value::from_iter(whole.as_array().expect("it is a list").iter().map(of)), words);
+        let body = with(given, &json!({ "sampling_params": { "temperature": 0 }, "stream": true }));
+        let streamed = chunks(server.send("/generate", body.to_string()).await).await;
+        for (index, word) in words.as_array().expect("it is a list").iter().enumerate() {
+            let last = streamed.iter().rfind(|chunk| chunk["index"] == index).expect("each has chunks");
+            assert_eq!(&last["text"], word);
+        }
+    }
+    let count = async |name: &str, adapter: &str| {
+        server.metric(&format!("aril_serve:adapter_{name}_total"), &[&format!("adapter=\"{adapter}\"")]).await
+    };
+    // Of a request, an adapter's prompts and answers are the adapter's.
+    for _ in 0..100 {
+        if count("requests", "quartz").await == 7.0 {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    assert_eq!((count("requests", "quartz").await, count("prompt_tokens", "quartz").await), (7.0, 35.0));
+    assert_eq!((count("requests", "saffron").await, count("prompt_tokens", "saffron").await), (8.0, 70.0));
+
+    // No prompt runs, and the place at fault is named.
+    let before = server.metric("vllm:prompt_tokens_total", &[]).await;
+    for (path, part) in [
+        (json!(["saffron"]), "`lora_path` has 1 values for 2 prompts"),
+        (json!([]), "`lora_path` has 0 values for 2 prompts"),
+        (json!(["saffron", null, null]), "`lora_path` has 3 values for 2 prompts"),
+        (json!(["saffron", "nobody"]), "`lora_path[1]`: The model `nobody` does not exist"),
+        (json!([["saffron"], null]), "`lora_path[0]` must be a text or null, got [\"saffron\"]"),
+        (json!([null, 3]), "`lora_path[1]` must be a text or null, got 3"),
+        (json!({ "0": "saffron" }), "`lora_path` must be a text, or a list"),
+    ] {
+        for (to, texts) in [("/v1/completions", "prompt"), ("/generate", "text")] {
+            let (status, message) = error(&server.post(to, json!({ texts: ["a", "b"], "lora_path": path })).await);
+            assert!(status == 400 && message.contains(part), "{to}: {status} {message}");
+        }
+    }
+    for (to, body) in [
+        ("/v1/completions", json!({ "prompt": "a" })),
+        ("/v1/completions", json!({ "prompt": [1, 2] })),
+        ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": "a" }] })),
+        ("/generate", json!({ "text": "a" })),
+    ] {
+        let (status, message) = error(&server.post(to, with(body, &json!({ "lora_path": [null] }))).await);
+        assert!(status == 400 && message.contains("is a list, and the prompt is not"), "{to}: {status} {message}");
+    }
+    let body = json!({ "model": "saffron", "prompt": ["a", "b"], "lora_path": ["saffron", "quartz"] });
+    let (status, message) = error(&server.complete(body).await);
+    assert!(status == 400 && message.contains("`lora_path[1]`: `model` names an adapter"), "{status} {message}");
+    assert_eq!(server.metric("vllm:prompt_tokens_total", &[]).await, before);
+    server.holds_nothing().await;
+    let closed = Server::start(&args).await;
+    let (status, message) =
+        error(&closed.complete(json!({ "prompt": ["a", "b"], "lora_path": ["saffron", null] })).await);
+    assert!(status == 400 && message.contains("--enable-lora-path"), "{status} {message}");
+}
+
 /// Fails unless the field has its effect.
 async fn shows(server: &Server, field: &str) {
     let ask = async |changes: Value| complete(server, changes).await["choices"][0].clone();
