@@ -1,3 +1,5 @@
+//! Directories of adapters that stay parsed, for loads that come again.
+
 use std::{
     collections::VecDeque,
     path::{Path, PathBuf},

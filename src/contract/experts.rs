@@ -1,3 +1,5 @@
+//! What the operations of experts demand of their operands, on every backend.
+
 use super::{Shape, StepShape};
 use crate::{
     DType,

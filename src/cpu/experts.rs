@@ -1,3 +1,5 @@
+//! The operations of experts on the CPU.
+
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};

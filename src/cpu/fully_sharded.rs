@@ -1,3 +1,5 @@
+//! The operations of fully sharded linear layers on the CPU.
+
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{Element, IntoSlices, contract, error::OperandError, model::LinearId, plan::PlanError};
 

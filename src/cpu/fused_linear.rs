@@ -1,3 +1,5 @@
+//! The fused linear on the CPU.
+
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{
     Element, IntoSlices, Slices, contract,

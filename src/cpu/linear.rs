@@ -1,3 +1,5 @@
+//! The operations of linear layers on the CPU.
+
 use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
 
 use super::{Matrix, MatrixMut, Step, WeightTable, experts::activated};

@@ -1,3 +1,5 @@
+//! Matrices in host memory.
+
 use rayon::{iter::IndexedParallelIterator, iter::ParallelIterator, slice::ParallelSliceMut};
 
 use crate::{Element, Slices, contract::Shape, error::OperandError, extent::Extent, model::SliceSite};

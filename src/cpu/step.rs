@@ -1,3 +1,5 @@
+//! A step on the CPU: a batch with its table and its workspace.
+
 use std::sync::Arc;
 
 use super::{WeightTable, factors::Factors, upload::Adapter};

@@ -1,3 +1,5 @@
+//! The table of adapters in host memory.
+
 use std::sync::Arc;
 
 use super::upload::{Adapter, Arena, Filled, Reservation, Shared, Staging};

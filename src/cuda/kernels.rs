@@ -1,3 +1,5 @@
+//! Loading the kernels, and calls of the C ABI.
+
 use std::{
     ffi::{CStr, c_void},
     sync::Arc,

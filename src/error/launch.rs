@@ -1,3 +1,5 @@
+//! Errors of operations on the GPU.
+
 use std::fmt;
 
 use cudarc::driver::{DriverError, sys};

@@ -1,3 +1,5 @@
+//! Errors of groups.
+
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

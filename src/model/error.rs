@@ -1,3 +1,5 @@
+//! Errors of model descriptions.
+
 use super::MAX_SLICES;
 
 /// An invalid model description.

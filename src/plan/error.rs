@@ -1,3 +1,5 @@
+//! Errors of plans.
+
 use crate::DType;
 
 /// A layer or a capacity that the kernels do not support.

@@ -1,3 +1,5 @@
+//! The pool, generic over its backend.
+
 use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},

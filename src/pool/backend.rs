@@ -1,3 +1,5 @@
+//! What a pool asks of the memory and the streams that it manages.
+
 use std::{ops::Range, time::Duration};
 
 use super::{AdapterId, PoolError, StreamId, core::Granted};

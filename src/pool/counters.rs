@@ -1,3 +1,5 @@
+//! Counters of pools, and where an adapter is.
+
 use std::{sync::Arc, time::Duration};
 
 use super::AdapterId;

@@ -1,3 +1,5 @@
+//! Errors of pools.
+
 use std::sync::Arc;
 
 use super::{AdapterId, StreamId};

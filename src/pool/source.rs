@@ -1,3 +1,5 @@
+//! Where a pool reads an adapter from.
+
 use std::{
     collections::HashSet,
     path::Path,

@@ -1,3 +1,5 @@
+//! A copy of an adapter to the device in parts, for pools.
+
 #![expect(unsafe_code, reason = "copies between memory that their owner keeps")]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,3 +1,5 @@
+//! The page-locked buffers through which a table copies adapters.
+
 #![expect(unsafe_code, reason = "copies on a stream that it owns")]
 
 use std::{

@@ -1,3 +1,5 @@
+//! The table of adapters in device memory.
+
 #![expect(unsafe_code, reason = "calls the driver on memory that it owns")]
 
 use std::{fmt, sync::Arc};

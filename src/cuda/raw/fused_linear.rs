@@ -1,3 +1,5 @@
+//! The fused linear, by addresses.
+
 use std::ffi::c_void;
 
 use super::{

@@ -1,3 +1,5 @@
+//! The grouping of routes, by addresses.
+
 use super::{
     memory::{Arrays, DeviceRegion, Stream, int},
     routing::RoutedBatch,

@@ -1,3 +1,5 @@
+//! The routing of a step, by addresses.
+
 use std::ptr;
 
 use super::memory::{Arrays, DeviceRegion, Stream, int};

@@ -1,3 +1,5 @@
+//! A stack of factors behind base weights, by addresses.
+
 use std::mem;
 
 use cudarc::driver::result;

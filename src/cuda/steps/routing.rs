@@ -1,3 +1,5 @@
+//! The routing of a step.
+
 #![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::sync::Arc;

@@ -4,10 +4,11 @@ use std::{fs, path::Path};
 
 use aril_bench::record::repository;
 
-const DOCUMENTS: [&str; 11] = [
+const DOCUMENTS: [&str; 12] = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
+    "SECURITY.md",
     "benches/README.md",
     "benches/record/designs.md",
     "benches/record/h100/README.md",

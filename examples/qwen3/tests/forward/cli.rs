@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     files::{Files, Tensors, edit, read, write},
-    process::{self, fixture, qwen3},
+    process::{fixture, qwen3},
     refusals,
 };
 use half::bf16;
@@ -170,22 +170,6 @@ fn both_forms_of_the_configuration_are_the_same_model() {
 }
 
 #[test]
-fn both_forms_of_the_configuration_are_the_same_model_with_experts() {
-    let files = Files::new();
-    let newer = files.model_like("qwen3-moe", "newer", |_| ());
-    let older = files.model_like("qwen3-moe", "older", |config| {
-        let experts = config.remove("num_local_experts").expect("transformers 5 calls them local");
-        config.insert("num_experts".into(), experts);
-        config.remove("rope_parameters");
-        config.insert("rope_theta".into(), json!(1_000_000));
-        // The same layers, listed by name.
-        config.insert("decoder_sparse_step".into(), json!(1));
-        config.insert("mlp_only_layers".into(), json!([0, 2]));
-    });
-    assert_eq!(files.asks_experts(&newer), files.asks_experts(&older));
-}
-
-#[test]
 fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
     let files = Files::new();
     let apart = files.model_like("qwen3-moe", "apart", |_| ());
@@ -214,49 +198,6 @@ fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
     });
     let refused = limited(1 << 20, ["--model", &fused]);
     assert!(refused.contains("`moe_intermediate_size` is 10000000"), "{refused}");
-}
-
-#[test]
-fn adapters_of_all_experts_in_one_are_the_same_as_of_each() {
-    let files = Files::new();
-    let requests = files.requests(&json!([{ "adapter": "a", "prompt": QUESTION }]));
-    let each = files.copy(&fixture("adapters-moe/per-expert"), "each");
-    edit(&each.join("adapter_config.json"), |config| {
-        config.remove("target_parameters");
-        config.remove("target_modules");
-    });
-    let path = each.join("adapter_model.safetensors");
-    let mut tensors = Tensors::new();
-    for (key, (dtype, shape, bytes)) in read(&path) {
-        // PEFT has [experts * rank, in] and [out, rank * experts], the expert fastest; of gate_up in the inner wrapper.
-        let (experts, rank) = (8, 4);
-        let gate_up = key.contains(".base_layer.");
-        let (stem, side) = key.split_once(".lora_").expect("all tensors are factors");
-        let stem = stem.trim_end_matches(".base_layer");
-        let modules: &[&str] = if gate_up { &["gate_proj", "up_proj"] } else { &["down_proj"] };
-        let elems: Vec<&[u8]> = bytes.chunks_exact(2).collect();
-        for expert in 0..experts {
-            for (half, module) in modules.iter().enumerate() {
-                let (shape, elems) = if side.starts_with('A') {
-                    (vec![rank, shape[1]], elems[expert * rank * shape[1]..][..rank * shape[1]].concat())
-                } else {
-                    let rows = shape[0] / modules.len();
-                    let first = half * rows * rank * experts;
-                    let elems: Vec<&[u8]> = elems[first + expert..].iter().copied().step_by(experts).collect();
-                    (vec![rows, rank], elems[..rows * rank].concat())
-                };
-                tensors.insert(format!("{stem}.{expert}.{module}.lora_{side}"), (dtype, shape, elems));
-            }
-        }
-    }
-    write(&path, &tensors);
-    let ask = |dir: &Path| {
-        let (model, logits) = (fixture("qwen3-moe").display().to_string(), files.path("logits"));
-        let adapter = format!("a={}", dir.display());
-        let args = ["--model", &model, "--adapter", &adapter, "--requests", &requests, "--verify", "--logits", &logits];
-        (succeeds(args), fs::read(logits).expect("the logits are there"))
-    };
-    assert_eq!(ask(&each), ask(&fixture("adapters-moe/per-expert")));
 }
 
 /// The softmax over all experts adds up to 1; over two of eight it does not.
@@ -593,49 +534,6 @@ fn a_request_whose_activations_overflow_is_named() {
     refuses(["--requests", &requests, "--dtype", "f16"], &["request 1", "overflow f16"]);
 }
 
-#[test]
-fn adapters_that_cannot_be_served_are_named() {
-    let files = Files::new();
-    let good = fixture("adapters/r8-all").display().to_string();
-    refuses(["--adapter", &format!("a={good}"), "--adapter", &format!("a={good}")], &["two adapters", "`a`"]);
-    refuses(["--adapter", "a"], &["NAME=DIR"]);
-
-    let other = fixture("adapters-untied/r8-all").display().to_string();
-    refuses(["--adapter", &format!("other={other}")], &["`other`", "model.layers.0", "lora_A"]);
-
-    let dora = files.copy(&fixture("adapters/r8-all"), "dora");
-    edit(&dora.join("adapter_config.json"), |config| {
-        config.insert("use_dora".into(), json!(true));
-    });
-    refuses(["--adapter", &format!("dora={}", dora.display())], &["`dora`", "use_dora"]);
-
-    let extra = files.copy(&fixture("adapters/r4-qv"), "extra");
-    let mut tensors = read(&extra.join("adapter_model.safetensors"));
-    tensors.insert("base_model.model.score.weight".into(), (Dtype::F32, vec![1, 1], vec![0; 4]));
-    write(&extra.join("adapter_model.safetensors"), &tensors);
-    refuses(["--adapter", &format!("extra={}", extra.display())], &["`extra`", "score.weight"]);
-
-    let broken = files.copy(&fixture("adapters/r4-qv"), "broken");
-    let mut tensors = read(&broken.join("adapter_model.safetensors"));
-    let (name, (_, _, bytes)) =
-        tensors.first_key_value().map(|(name, tensor)| (name.clone(), tensor.clone())).expect("it has tensors");
-    let nan = [&f32::NAN.to_le_bytes()[..], &bytes[4..]].concat();
-    tensors.get_mut(&name).expect("it is there").2 = nan;
-    write(&broken.join("adapter_model.safetensors"), &tensors);
-    refuses(["--adapter", &format!("broken={}", broken.display())], &["`broken`", &name]);
-
-    fs::write(broken.join("adapter_model.safetensors"), [0; 20]).expect("the adapter can be cut");
-    refuses(["--adapter", &format!("broken={}", broken.display())], &["`broken`", "adapter_model.safetensors"]);
-}
-
-#[test]
-fn bad_arguments_are_named() {
-    refuses(["--max-new-tokens", "0"], &["--max-new-tokens"]);
-    refuses(["--dtype", "f64"], &["f64"]);
-    refuses(["--device", "tpu"], &["tpu"]);
-    refuses(["--modle", "x"], &["--modle"]);
-}
-
 // ---- Refused hostile input.
 
 /// The safetensors file of the logits replaces the target by a rename, whatever the target is.
@@ -883,33 +781,6 @@ fn weights_of_the_base_model_have_to_be_the_base_models() {
     }
 }
 
-/// A run and `--verify` resolve names in the same way.
-#[test]
-fn modules_may_be_spelled_in_other_ways_with_verify_too() {
-    let files = Files::new();
-    let requests = files.requests(&json!([{ "adapter": "a", "prompt": QUESTION }]));
-    let expected = |adapter: &str| {
-        let adapter = format!("a={}", fixture(&format!("adapters/{adapter}")).display());
-        succeeds(["--adapter", &adapter, "--requests", &requests, "--verify"])
-    };
-    for (adapter, from, to) in [
-        ("r8-all", "base_model.model.model.", "thinker.model."),
-        ("r8-all", "base_model.model.model.", "base_model.model.model.language_model."),
-        ("r8-all", "base_model.model.model.", "base_model.model."),
-        ("lm-head", "base_model.model.lm_head.", "model.unembed_tokens."),
-        ("embed", "base_model.model.model.embed_tokens.", "transformer.wte."),
-    ] {
-        let dir = files.copy(&fixture(&format!("adapters/{adapter}")), "respelled");
-        edit(&dir.join("adapter_config.json"), |config| drop(config.remove("target_modules")));
-        let path = dir.join("adapter_model.safetensors");
-        let tensors = read(&path).into_iter().map(|(key, tensor)| (key.replacen(from, to, 1), tensor)).collect();
-        write(&path, &tensors);
-        let adapter_arg = format!("a={}", dir.display());
-        let respelled = succeeds(["--adapter", &adapter_arg, "--requests", &requests, "--verify"]);
-        assert_eq!(respelled, expected(adapter), "{to}");
-    }
-}
-
 #[test]
 fn requests_are_objects_of_known_fields() {
     let files = Files::new();
@@ -985,71 +856,6 @@ fn only_regular_files_are_read() {
     let _ = fs::remove_file(&requests);
     fs::File::create(&requests).and_then(|file| file.set_len(1 << 40)).expect("a file can have holes");
     refuses(["--requests", &requests], &["requests.json", "1099511627776 bytes"]);
-}
-
-/// The exit status reports it too.
-#[test]
-fn a_standard_error_that_takes_nothing_changes_nothing() {
-    let full = || fs::File::options().write(true).open("/dev/full").expect("Linux has it");
-    let run = |args: &[&str]| {
-        Command::new(&*process::EXAMPLE).args(args).stderr(full()).output().expect("the example starts")
-    };
-    assert_eq!(run(&["--model", "/nowhere"]).status.code(), Some(2));
-    assert_eq!(run(&["--modle"]).status.code(), Some(2));
-    let files = Files::new();
-    let requests = files.requests(&json!([{ "adapter": "r8-all", "prompt": QUESTION }]));
-    let output = run(&["--device", "cpu", "--requests", &requests, "--verify"]);
-    assert_eq!(output.status.code(), Some(0));
-    assert!(!output.stdout.is_empty());
-    let output = Command::new(&*process::EXAMPLE)
-        .args(["--device", "cpu", "--requests", &requests])
-        .stdout(full())
-        .output()
-        .expect("the example starts");
-    assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).starts_with("error: standard output: "));
-}
-
-/// Control characters, line breaks that split a sentence, and text long enough to hide it.
-#[test]
-fn what_is_quoted_is_escaped_and_cut() {
-    let files = Files::new();
-    let long = "x".repeat(1 << 20);
-    for (index, text) in ["\u{1b}]0;title\u{7}", "a\nerror: b", "\u{9b}31m", &long].into_iter().enumerate() {
-        let short = if index < 3 { text } else { "a\u{1b}[0m" };
-        for arg in ["--device", "--dtype", "--max-new-tokens", "--adapter", "--requests", "--model", "--unknown"] {
-            refuses([arg, short], &[]);
-        }
-        refuses([format!("--{short}")], &[]);
-        let adapter = format!("{short}={}", files.path("nobody"));
-        refuses(["--adapter", &adapter], &["nobody"]);
-        for request in [
-            json!({ "adapter": text, "prompt": "a" }),
-            json!({ text: 1 }),
-            json!(text),
-            json!({ "prompt": text, "token_ids": [1] }),
-        ] {
-            let requests = files.requests(&json!([request]));
-            refuses(["--requests", &requests], &["request 0"]);
-        }
-        for field in
-            ["model_type", "hidden_act", "hidden_size", "dtype", "eos_token_id", "layer_types", "architectures"]
-        {
-            let value = if field.ends_with('s') { json!([text]) } else { json!(text) };
-            let model = files.model("model", |config| drop(config.insert(field.into(), value)));
-            refuses(["--model", &model], &["config.json", field]);
-        }
-        let model = files.model("model", |_| ());
-        let path = Path::new(&model).join("model.safetensors");
-        let mut tensors = read(&path);
-        tensors.insert(text.into(), (Dtype::F32, vec![1], vec![0; 4]));
-        write(&path, &tensors);
-        refuses(["--model", &model], &["model.safetensors"]);
-    }
-    // Tables print names too.
-    let adapter = format!("\u{1b}[31mred={}", fixture("adapters/r4-qv").display());
-    let table = succeeds(["--adapter", &adapter, "--max-new-tokens", "1"]);
-    assert!(table.contains(r"\u{1b}[31mred") && !table.contains('\u{1b}'), "{table}");
 }
 
 /// With the feature, the refusal depends on the machine.
