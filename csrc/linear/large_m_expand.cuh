@@ -38,6 +38,12 @@ constexpr int kExpandThreads = 2 * kWarpgroupThreads;
 template <typename T>
 constexpr int kLargeMExpandBlocks = std::is_same_v<T, __nv_bfloat16> ? 3 : 2;
 
+// Whether the terms of v stand behind the stages instead of before them. Of an odd number of rank
+// tiles, the last wgmma reads B's last tile twice, which compute-sanitizer takes for a read of what
+// is behind it. Behind the last stage that must be shared memory, too.
+template <typename T>
+constexpr bool kTermsLast = std::is_same_v<T, __nv_bfloat16>;
+
 // The least shared memory of a block: the terms of v, and a stage. The plan gives it room for more
 // (src/plan/shared_memory.rs).
 inline int large_m_expand_smem_bytes(const aril_weights& weights) {
@@ -164,12 +170,13 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
   const int steps = ceil_div(module.rank, kRanksPerStep);
   const int out_tile_bytes = rank_tiles * kBTileBytes;
   const int chunks = ceil_div(outs.count, kChunkOuts);
-  // The terms of v, then the stages: y, B.
+  // The terms of v, and the stages: y, B.
   const int v_bytes = steps * kTerms * kTermBytes;
-  unsigned char* const ring = shared + v_bytes;
+  unsigned char* const ring = shared + (kTermsLast<T> ? 0 : v_bytes);
   const int outs_bytes = ceil_div(count, 16) * 16 * kChunkRowBytes;  // a warp has 16 rows
   const int stage_bytes = outs_bytes + 2 * out_tile_bytes;
   const int stages = stages_in(smem_bytes - v_bytes, stage_bytes);
+  unsigned char* const terms = shared + (kTermsLast<T> ? stages * stage_bytes : 0);
   const char* b =
       static_cast<const char*>(module.b) + int64_t{outs.first / ARIL_OUT_TILE} * out_tile_bytes;
   const int own_row = copied_row(lane);
@@ -227,7 +234,7 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
     const int first = step * kRanksPerStep;
     return StepRanks{rows[t].v, first, rank_tiles * ARIL_RANK_TILE - first, rows[t].factor};
   };
-  gather_wide_terms<2>(shared, count, steps, ranks_of, v);
+  gather_wide_terms<2>(terms, count, steps, ranks_of, v);
   fence_async_proxy();
   __syncthreads();
 
@@ -244,7 +251,7 @@ __device__ __forceinline__ void large_m_expand(int count, const ExpandRow (&rows
     __syncthreads();
 #endif
     float deltas[8][4];
-    multiply_out_tile<T>(deltas, shared, stage + outs_bytes + warpgroup * out_tile_bytes,
+    multiply_out_tile<T>(deltas, terms, stage + outs_bytes + warpgroup * out_tile_bytes,
                          rank_tiles);
 #pragma unroll
     for (int half = 0; half < 2 && warp * 16 < count; ++half) {

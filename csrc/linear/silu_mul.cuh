@@ -218,12 +218,13 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
   const int tile_bytes[2] = {gate_up.rank_tiles(0) * kBTileBytes,
                              gate_up.rank_tiles(1) * kBTileBytes};
-  // The terms of v, then the stages: y of both slices, B of gate, B of up.
+  // The terms of v, and the stages: y of both slices, B of gate, B of up.
   const int v_bytes = steps * kTerms * kTermBytes;
-  unsigned char* const ring = stages_shared + v_bytes;
+  unsigned char* const ring = stages_shared + (kTermsLast<T> ? 0 : v_bytes);
   const int rows_bytes = ceil_div(tile.count, 16) * 16 * kSiluMulRowBytes;  // a warp has 16 rows
   const int stage_bytes = rows_bytes + 2 * (tile_bytes[0] + tile_bytes[1]);
   const int stages = stages_in(smem_bytes - v_bytes, stage_bytes);
+  unsigned char* const terms = stages_shared + (kTermsLast<T> ? stages * stage_bytes : 0);
   const int own_row = copied_row(lane);
   const bool whole = features % Vec<T>::kSize == 0 &&
                      is_aligned(static_cast<const T*>(p.layer.y[0].first), p.layer.y[0].stride) &&
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
     const int row = rows[t];
     return gate_up.ranks(row, row < 0 ? 0.0f : p.layer.routing.scales[row], step, layout);
   };
-  gather_wide_terms<4>(stages_shared, tile.count, steps, ranks_of, PartialSums(p.layer, 0));
+  gather_wide_terms<4>(terms, tile.count, steps, ranks_of, PartialSums(p.layer, 0));
   fence_async_proxy();
   __syncthreads();
 
@@ -319,7 +320,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
         fill(deltas[slice], kNoDelta);
       } else {
         multiply_out_tile<T>(
-            deltas[slice], stages_shared + slice * gate_steps * kTerms * kTermBytes,
+            deltas[slice], terms + slice * gate_steps * kTerms * kTermBytes,
             stage + rows_bytes + slice * 2 * tile_bytes[0] + warpgroup * tile_bytes[slice],
             gate_up.rank_tiles(slice));
       }
