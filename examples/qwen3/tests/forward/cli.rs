@@ -170,6 +170,22 @@ fn both_forms_of_the_configuration_are_the_same_model() {
 }
 
 #[test]
+fn both_forms_of_the_configuration_are_the_same_model_with_experts() {
+    let files = Files::new();
+    let newer = files.model_like("qwen3-moe", "newer", |_| ());
+    let older = files.model_like("qwen3-moe", "older", |config| {
+        let experts = config.remove("num_local_experts").expect("transformers 5 calls them local");
+        config.insert("num_experts".into(), experts);
+        config.remove("rope_parameters");
+        config.insert("rope_theta".into(), json!(1_000_000));
+        // The same layers, listed by name.
+        config.insert("decoder_sparse_step".into(), json!(1));
+        config.insert("mlp_only_layers".into(), json!([0, 2]));
+    });
+    assert_eq!(files.asks_experts(&newer), files.asks_experts(&older));
+}
+
+#[test]
 fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
     let files = Files::new();
     let apart = files.model_like("qwen3-moe", "apart", |_| ());
