@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     files::{Files, Tensors, edit, read, write},
-    process::{fixture, qwen3},
+    process::{self, fixture, qwen3},
     refusals,
 };
 use half::bf16;
@@ -550,6 +550,14 @@ fn a_request_whose_activations_overflow_is_named() {
     refuses(["--requests", &requests, "--dtype", "f16"], &["request 1", "overflow f16"]);
 }
 
+#[test]
+fn bad_arguments_are_named() {
+    refuses(["--max-new-tokens", "0"], &["--max-new-tokens"]);
+    refuses(["--dtype", "f64"], &["f64"]);
+    refuses(["--device", "tpu"], &["tpu"]);
+    refuses(["--modle", "x"], &["--modle"]);
+}
+
 // ---- Refused hostile input.
 
 /// The safetensors file of the logits replaces the target by a rename, whatever the target is.
@@ -872,6 +880,71 @@ fn only_regular_files_are_read() {
     let _ = fs::remove_file(&requests);
     fs::File::create(&requests).and_then(|file| file.set_len(1 << 40)).expect("a file can have holes");
     refuses(["--requests", &requests], &["requests.json", "1099511627776 bytes"]);
+}
+
+/// The exit status reports it too.
+#[test]
+fn a_standard_error_that_takes_nothing_changes_nothing() {
+    let full = || fs::File::options().write(true).open("/dev/full").expect("Linux has it");
+    let run = |args: &[&str]| {
+        Command::new(&*process::EXAMPLE).args(args).stderr(full()).output().expect("the example starts")
+    };
+    assert_eq!(run(&["--model", "/nowhere"]).status.code(), Some(2));
+    assert_eq!(run(&["--modle"]).status.code(), Some(2));
+    let files = Files::new();
+    let requests = files.requests(&json!([{ "adapter": "r8-all", "prompt": QUESTION }]));
+    let output = run(&["--device", "cpu", "--requests", &requests, "--verify"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(!output.stdout.is_empty());
+    let output = Command::new(&*process::EXAMPLE)
+        .args(["--device", "cpu", "--requests", &requests])
+        .stdout(full())
+        .output()
+        .expect("the example starts");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).starts_with("error: standard output: "));
+}
+
+/// Control characters, line breaks that split a sentence, and text long enough to hide it.
+#[test]
+fn what_is_quoted_is_escaped_and_cut() {
+    let files = Files::new();
+    let long = "x".repeat(1 << 20);
+    for (index, text) in ["\u{1b}]0;title\u{7}", "a\nerror: b", "\u{9b}31m", &long].into_iter().enumerate() {
+        let short = if index < 3 { text } else { "a\u{1b}[0m" };
+        for arg in ["--device", "--dtype", "--max-new-tokens", "--adapter", "--requests", "--model", "--unknown"] {
+            refuses([arg, short], &[]);
+        }
+        refuses([format!("--{short}")], &[]);
+        let adapter = format!("{short}={}", files.path("nobody"));
+        refuses(["--adapter", &adapter], &["nobody"]);
+        for request in [
+            json!({ "adapter": text, "prompt": "a" }),
+            json!({ text: 1 }),
+            json!(text),
+            json!({ "prompt": text, "token_ids": [1] }),
+        ] {
+            let requests = files.requests(&json!([request]));
+            refuses(["--requests", &requests], &["request 0"]);
+        }
+        for field in
+            ["model_type", "hidden_act", "hidden_size", "dtype", "eos_token_id", "layer_types", "architectures"]
+        {
+            let value = if field.ends_with('s') { json!([text]) } else { json!(text) };
+            let model = files.model("model", |config| drop(config.insert(field.into(), value)));
+            refuses(["--model", &model], &["config.json", field]);
+        }
+        let model = files.model("model", |_| ());
+        let path = Path::new(&model).join("model.safetensors");
+        let mut tensors = read(&path);
+        tensors.insert(text.into(), (Dtype::F32, vec![1], vec![0; 4]));
+        write(&path, &tensors);
+        refuses(["--model", &model], &["model.safetensors"]);
+    }
+    // Tables print names too.
+    let adapter = format!("\u{1b}[31mred={}", fixture("adapters/r4-qv").display());
+    let table = succeeds(["--adapter", &adapter, "--max-new-tokens", "1"]);
+    assert!(table.contains(r"\u{1b}[31mred") && !table.contains('\u{1b}'), "{table}");
 }
 
 /// With the feature, the refusal depends on the machine.
