@@ -86,7 +86,7 @@ sanitize)
     at_once=$(($(nproc) < 16 ? $(nproc) : 16))
     # The tests of a process, by the beginnings of their names. The last has those of no other.
     shards=(consumers::c consumers::a experts::a_ experts:: fused_linear::a_ fused_linear:: operations::t operations:: fully_sharded::
-        pool:: safe_api:: "")
+        pool:: wrong:: "")
     rm -f "$OUT"/sanitize-*
 
     # Runs a command under a tool, as its job $2. start_job has the names of its tests on stdin; a program without tests is one.

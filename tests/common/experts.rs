@@ -117,6 +117,32 @@ pub const GATE: usize = 0;
 pub const UP: usize = 1;
 pub const DOWN: usize = 2;
 
+/// All operations.
+pub const OPERATIONS: [Op; 7] = [
+    Op::WriteDown,
+    Op::AddGateUp,
+    Op::Activate(Act::SwigluOai),
+    Op::WriteGateUp,
+    Op::AddDown,
+    Op::AddCombined,
+    Op::Combine,
+];
+
+/// Rows and columns of an operation's x, y, and what it writes, where there is a gate.
+pub fn shapes(op: Op, [hidden, inter]: [usize; 2], [tokens, routes]: [usize; 2]) -> [[usize; 2]; 3] {
+    let (x, y) = if op.is_before_activation() {
+        ([tokens, hidden], [routes, 2 * inter])
+    } else {
+        ([routes, inter], [routes, hidden])
+    };
+    let target = match op {
+        Op::Activate(_) => [routes, inter],
+        Op::AddCombined | Op::Combine => [tokens, hidden],
+        _ => y,
+    };
+    [x, y, target]
+}
+
 impl Act {
     pub fn activation(self) -> Activation {
         match self {
@@ -598,7 +624,7 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
 }
 
 fn layers(sizes: Sizes, num_tokens: usize, num_adapters: usize) -> impl Strategy<Value = Moe> {
-    (shapes(sizes), 1..=sizes.max_top_k).prop_flat_map(move |(shape, top_k)| {
+    (any_shape(sizes), 1..=sizes.max_top_k).prop_flat_map(move |(shape, top_k)| {
         let num_routes = num_tokens * top_k;
         let op = ops(shape.halves != Order::Ungated);
         let adapters = prop::collection::vec(loras(shape.num_experts, sizes.max_rank), num_adapters);
@@ -636,7 +662,7 @@ fn ops(gated: bool) -> impl Strategy<Value = Op> {
     ]
 }
 
-fn shapes(sizes: Sizes) -> impl Strategy<Value = Shape> {
+fn any_shape(sizes: Sizes) -> impl Strategy<Value = Shape> {
     let features = || features(sizes.max_features);
     let halves = prop_oneof![Just(Order::Ungated), Just(Order::GateUp), Just(Order::UpGate), Just(Order::Interleaved)];
     let tp = prop_oneof![2 => Just((0, 1)), 1 => Just((0, 2)), 1 => Just((1, 2))];

@@ -22,4 +22,3 @@ pub mod fuzz;
 pub mod slices;
 pub mod small;
 pub mod values;
-pub mod wrong;

@@ -2,7 +2,6 @@
 
 use crate::{
     common::{
-        adapters::{self, Lora},
         case::Subject,
         compare::Expected,
         consumers::{Case, Consumed, World, cases},
@@ -13,12 +12,8 @@ use crate::{
     for_dtype,
 };
 use aril::{
-    DType, Element, Slot,
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    error::OperandError,
-    model::{Linear, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
-    routing::Batch,
+    Element,
+    cpu::{LoraLinear, Workspace},
 };
 use proptest::prelude::*;
 
@@ -80,39 +75,4 @@ fn exact_gates_give_exact_products() {
     case.check::<f32>(&mut Cpu).unwrap();
     case.check::<half::bf16>(&mut Cpu).unwrap();
     case.check::<half::f16>(&mut Cpu).unwrap();
-}
-
-#[test]
-fn silu_mul_refuses_other_layers_and_operands() {
-    let mut spec = ModelSpec::new();
-    let layer = |name: &str, outputs: &[usize]| {
-        let layer = Linear::new(name, Parallel::Replicated, 8);
-        outputs.iter().enumerate().fold(layer, |layer, (i, &out)| layer.slice(format!("m{i}"), out))
-    };
-    let [pair, uneven, single] = [("pair", &[4, 4][..]), ("uneven", &[4, 5]), ("single", &[8])]
-        .map(|(name, outputs)| spec.linear(layer(name, outputs)).unwrap());
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let weights = WeightTable::new(&model, DType::F32, Capacity::tokens(2).slots(1).rank(8), 1 << 16).unwrap();
-    let slots = [Slot::BASE; 2];
-    let run = |id, y_cols: usize, out_cols: usize, slots: &[Slot]| {
-        let (batch, mut workspace) = (Batch::new(slots), Workspace::default());
-        let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let (y, mut out) = (vec![1.0_f32; 2 * y_cols], vec![7.0_f32; 2 * out_cols]);
-        let out_matrix = MatrixMut::new(&mut out, 2, out_cols).unwrap();
-        let layer = LoraLinear::new(&weights, id).unwrap();
-        let shrunk = layer.shrink(&mut step, Matrix::new(&[1.0_f32; 2 * 8], 2, 8).unwrap()).unwrap();
-        let result = shrunk.silu_mul(Matrix::new(&y, 2, y_cols).unwrap(), out_matrix);
-        assert!(result.is_ok() || out.iter().all(|&value| value == 7.0), "a refused call has written");
-        result
-    };
-    assert_eq!(run(pair, 8, 4, &slots), Ok(()));
-    let refused = |outputs: &[usize]| Err(OperandError::GateUp { outputs: outputs.to_vec() });
-    assert_eq!(run(uneven, 9, 4, &slots), refused(&[4, 5]));
-    assert_eq!(run(single, 8, 4, &slots), refused(&[8]));
-    let shape = |operand, cols, want_cols| Err(OperandError::Shape { operand, rows: 2, cols, want_rows: 2, want_cols });
-    assert_eq!(run(pair, 7, 4, &slots), shape("y", 7, 8));
-    assert_eq!(run(pair, 8, 3, &slots), shape("out", 3, 4));
-    let adapter = adapters::adapter(&[Lora::linear("pair.m0", 8, 4, 1)]);
-    let slot = weights.load(0, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
-    assert_eq!(run(pair, 8, 4, &[slot; 2]), Ok(()));
 }

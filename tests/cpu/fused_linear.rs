@@ -14,12 +14,11 @@ use crate::{
     for_dtype,
 };
 use aril::{
-    DType, Element, Slot,
+    DType, Element,
     adapter::Adapter,
     cpu::{FusedLinear, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    error::OperandError,
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
-    plan::{Capacity, MAX_FORWARD_TOKENS, PlanError},
+    model::{Linear, ModelSpec, Parallel, TpRank},
+    plan::{Capacity, MAX_FORWARD_TOKENS},
     routing::Batch,
 };
 use half::f16;
@@ -192,99 +191,4 @@ fn it_is_the_base_layer_and_its_delta() {
     layer.add_delta(&mut step, matrix(&world.x, case.x()), matrix_mut(&mut y, case.y())).unwrap();
     let rows = ..case.y().at(case.num_tokens(), 0);
     assert_eq!(y[rows], written[rows]);
-}
-
-fn layer(spec: &mut ModelSpec) -> (Model, LinearId) {
-    let id = spec.linear(Linear::new("layer", Parallel::Replicated, 8).slice("q", 2).slice("v", 1)).unwrap();
-    (spec.shard(TpRank::SINGLE).unwrap(), id)
-}
-
-/// Operands that do not fit are refused by name, and leave `y` as it was.
-#[test]
-fn operands_that_do_not_fit_are_refused_by_name() {
-    const SEVEN: f16 = f16::from_f32_const(7.0);
-    let ((model, id), (other_model, other_id)) = (layer(&mut ModelSpec::new()), layer(&mut ModelSpec::new()));
-    let capacity = Capacity::tokens(2).slots(1).rank(4);
-    let [weights, other_weights] = [&model, &other_model].map(|model| table(model, DType::F16, capacity, &[]));
-    let data = [f16::ONE; 32];
-    let w = |rows, cols| Matrix::new(&data, rows, cols).unwrap();
-    let new = |slices: &[Matrix<'_, f16>]| FusedLinear::new(&weights, id, slices.iter().copied()).map(|_| ());
-    let shape = |operand, [rows, cols]: [usize; 2], [want_rows, want_cols]: [usize; 2]| {
-        Err(OperandError::Shape { operand, rows, cols, want_rows, want_cols })
-    };
-    assert_eq!(new(&[w(2, 8), w(1, 8)]), Ok(()));
-    assert_eq!(new(&[w(2, 8)]), Err(OperandError::Slices { operand: "W", got: 1, want: 2 }));
-    assert_eq!(new(&[w(2, 8), w(1, 8), w(1, 8)]), Err(OperandError::Slices { operand: "W", got: 3, want: 2 }));
-    assert_eq!(new(&[w(2, 8), w(2, 8)]), shape("W", [2, 8], [1, 8]));
-    assert_eq!(new(&[w(2, 7), w(1, 8)]), shape("W", [2, 7], [2, 8]));
-    assert_eq!(FusedLinear::new(&weights, other_id, [w(2, 8), w(1, 8)]).unwrap_err(), PlanError::Foreign.into());
-    let of_bf16 = table(&model, DType::BF16, capacity, &[]);
-    let error = FusedLinear::new(&of_bf16, id, [w(2, 8), w(1, 8)]).unwrap_err();
-    assert_eq!(error, OperandError::DType { operand: "W", got: DType::F16, want: DType::BF16 });
-
-    let layer = FusedLinear::new(&weights, id, [w(2, 8), w(1, 8)]).unwrap();
-    for got in [0, 2, 4] {
-        let refused = layer.clone().with_bias(&data[..got]).map(|_| ());
-        assert_eq!(refused, Err(OperandError::Bias { got, want: 3 }));
-    }
-    let slots = [Slot::BASE; 2];
-    let run = |weights: &WeightTable, [x_rows, x_cols]: [usize; 2], [y_rows, y_cols]: [usize; 2]| {
-        let results = [false, true].map(|accumulates| {
-            let (mut buffer, mut workspace) = ([SEVEN; 12], Workspace::default());
-            let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
-            let (x, y) = (w(x_rows, x_cols), MatrixMut::new(&mut buffer, y_rows, y_cols).unwrap());
-            let result = if accumulates { layer.accumulate(&mut step, x, y) } else { layer.forward(&mut step, x, y) };
-            assert_eq!(result.is_err(), buffer == [SEVEN; 12], "{result:?}");
-            result
-        });
-        assert_eq!(results[0], results[1]);
-        results[0].clone()
-    };
-    assert_eq!(run(&weights, [2, 8], [2, 3]), Ok(()));
-    assert_eq!(run(&weights, [1, 8], [2, 3]), shape("x", [1, 8], [2, 8]));
-    assert_eq!(run(&weights, [2, 7], [2, 3]), shape("x", [2, 7], [2, 8]));
-    assert_eq!(run(&weights, [2, 8], [2, 4]), shape("y", [2, 4], [2, 3]));
-    assert_eq!(run(&weights, [2, 8], [3, 3]), shape("y", [3, 3], [2, 3]));
-    assert_eq!(run(&other_weights, [2, 8], [2, 3]), Err(OperandError::Model));
-    let refused = Err(OperandError::DType { operand: "weights", got: DType::BF16, want: DType::F16 });
-    assert_eq!(run(&of_bf16, [2, 8], [2, 3]), refused);
-}
-
-/// What no kernel takes is refused on the CPU, too, so that an engine that runs there runs on a GPU.
-#[test]
-fn what_a_gpu_refuses_is_refused() {
-    let mut spec = ModelSpec::new();
-    let mut linear = |name: &str, in_features| {
-        spec.linear(Linear::new(name, Parallel::Replicated, in_features).slice("q", 2)).unwrap()
-    };
-    let (id, odd) = (linear("even", 8), linear("odd", 12));
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(2 * MAX_FORWARD_TOKENS).slots(1).rank(4);
-    let of_f32 = table(&model, DType::F32, capacity, &[]);
-    let w = [0.0_f32; 16];
-    let refused = FusedLinear::new(&of_f32, id, [Matrix::new(&w, 2, 8).unwrap()]).unwrap_err();
-    assert_eq!(refused, PlanError::DType { operation: "the fused linear", got: DType::F32 }.into());
-
-    let weights = table(&model, DType::F16, capacity, &[]);
-    let data = vec![f16::ONE; (MAX_FORWARD_TOKENS + 1) * 12];
-    let matrix = |rows, stride| Matrix::strided(&data, rows, 8, stride).unwrap();
-    let refused = FusedLinear::new(&weights, odd, [Matrix::new(&data, 2, 12).unwrap()]).unwrap_err();
-    assert_eq!(refused, PlanError::Multiple { what: "in_features", value: 12, of: 8 }.into());
-    let rows = |operand| OperandError::MisalignedRows { operand, alignment: 16, stride_bytes: 24 };
-    assert_eq!(FusedLinear::new(&weights, id, [matrix(2, 12)]).unwrap_err(), rows("W"));
-
-    let layer = FusedLinear::new(&weights, id, [matrix(2, 8)]).unwrap();
-    assert_eq!(layer.plan().max_tokens(), MAX_FORWARD_TOKENS);
-    let run = |tokens, stride| {
-        let (slots, mut workspace) = (vec![Slot::BASE; tokens], Workspace::default());
-        let mut y = vec![f16::ZERO; 2 * tokens];
-        let mut step = weights.step(&Batch::new(&slots), &mut workspace).unwrap();
-        layer.forward(&mut step, matrix(tokens, stride), MatrixMut::new(&mut y, tokens, 2).unwrap())
-    };
-    assert_eq!(run(MAX_FORWARD_TOKENS, 8), Ok(()));
-    let (got, max) = (MAX_FORWARD_TOKENS + 1, MAX_FORWARD_TOKENS);
-    assert_eq!(run(got, 8), Err(OperandError::Capacity { what: "the batch's tokens for this layer", got, max }));
-    assert_eq!(run(2, 12), Err(rows("x")));
-    // The stride of a single row is not used.
-    assert_eq!(run(1, 12), Ok(()));
 }

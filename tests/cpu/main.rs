@@ -25,4 +25,3 @@ mod readme;
 mod reference;
 mod residency;
 mod routing;
-mod wrong;

@@ -3,32 +3,41 @@
 use std::sync::Arc;
 
 pub use aril::cuda::{
-    AdapterPool, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing, Staging, Step, Tiers, WeightTable,
-    Workspace,
+    AdapterPool, Filled, FullyShardedLinear, FusedLinear, Graph, Grouping, LoraEmbedding, LoraExperts, LoraLinear,
+    Matrix, MatrixMut, Reservation, Routing, Staging, Step, Tiers, TopK, WeightTable, Workspace,
 };
 use aril::{
-    DType,
-    cuda::{Buffer, LaunchError, Queue},
-    error::OperandError,
+    DType, Element,
+    cuda::{Buffer, LaunchError, Queue, RoutedBatch, View, ViewMut},
+    error::{LoadError, OperandError},
     model::Model,
-    plan::Capacity,
+    plan::{Capacity, RouteCapacity, WorkspaceBytes},
     pool::{PoolConfig, StreamId},
+    routing::Batch,
+};
+use cudarc::driver::{
+    DeviceRepr, ValidAsZeroBits,
+    sys::{CUgraphInstantiate_flags, CUresult},
 };
 
-use cudarc::driver::sys::CUgraphInstantiate_flags;
-
+pub use crate::experts::launch;
 use crate::{
     device::Gpu,
     model::{Beside, Captured, Refused, STREAMS},
 };
 
-pub type Elements = Buffer<f32>;
+pub type Elements<T = f32> = Buffer<T>;
 pub type Error = LaunchError;
 
 pub const HAS_GRAPHS: bool = true;
 /// One descriptor, in whole granules.
 pub const ROW_BYTES: usize = 256;
 pub const ROUTINGS: usize = 4;
+
+/// A type of operands.
+pub trait Value: Element + DeviceRepr + ValidAsZeroBits {}
+
+impl<T: Element + DeviceRepr + ValidAsZeroBits> Value for T {}
 
 /// Streams of one device.
 #[derive(Clone)]
@@ -47,8 +56,8 @@ impl Backend {
         &self.streams[stream].queue
     }
 
-    pub fn table(&self, model: &Model, dtype: DType, capacity: Capacity, bytes: usize) -> WeightTable {
-        WeightTable::new(self.queue(0), model, dtype, capacity, bytes).unwrap()
+    pub fn table(&self, model: &Model, dtype: DType, capacity: Capacity, bytes: usize) -> Result<WeightTable, Error> {
+        WeightTable::new(self.queue(0), model, dtype, capacity, bytes)
     }
 
     pub fn pool(&self, model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> AdapterPool {
@@ -59,8 +68,24 @@ impl Backend {
         pool.add_queue(self.queue(stream)).unwrap()
     }
 
-    pub fn routing(&self, stream: usize, capacity: Capacity) -> Routing {
-        Routing::new(self.queue(stream), capacity, 2).unwrap()
+    pub fn routing(&self, stream: usize, capacity: Capacity) -> Result<Routing, Error> {
+        Routing::new(self.queue(stream), capacity, 2)
+    }
+
+    /// Routes a batch of the host, or one whose slots have these numbers in device memory.
+    pub fn update<'a>(
+        &self,
+        routing: &'a mut Routing,
+        batch: &Batch<'_>,
+        numbers: Option<&[i32]>,
+    ) -> Result<RoutedBatch<'a>, Error> {
+        let Some(numbers) = numbers else { return routing.update(batch) };
+        let numbers = self.elements(0, numbers);
+        routing.update_on_device(&numbers, None)
+    }
+
+    pub fn grouping(&self, capacity: RouteCapacity) -> Result<Grouping, Error> {
+        Grouping::new(self.queue(0), capacity)
     }
 
     /// A workspace for layers of the table's model.
@@ -68,10 +93,63 @@ impl Backend {
         Workspace::with_bytes(self.queue(stream), weights.workspace_bytes().unwrap()).unwrap()
     }
 
-    pub fn elements(&self, stream: usize, elements: &[f32]) -> Elements {
+    pub fn workspace_of(&self, [mailbox, partials]: [usize; 2]) -> Result<Workspace, Error> {
+        let mut bytes = WorkspaceBytes::default();
+        (bytes.mailbox, bytes.partials) = (mailbox, partials);
+        Workspace::with_bytes(self.queue(0), bytes)
+    }
+
+    pub fn elements<T: DeviceRepr + ValidAsZeroBits>(&self, stream: usize, elements: &[T]) -> Elements<T> {
         let mut buffer = Buffer::zeros(self.queue(stream), elements.len()).unwrap();
-        buffer.write(elements).unwrap();
+        if !elements.is_empty() {
+            buffer.write(elements).unwrap();
+        }
         buffer
+    }
+
+    pub fn synchronize(&self) -> Result<(), Error> {
+        Ok(self.queue(0).stream().synchronize()?)
+    }
+}
+
+pub fn elements_of<T: Value>(elements: &Elements<T>) -> Vec<T> {
+    let mut values = vec![T::default(); elements.len()];
+    if !values.is_empty() {
+        elements.read(&mut values).unwrap();
+    }
+    values
+}
+
+pub fn part<T>(elements: &Elements<T>, first: usize) -> View<'_, T> {
+    elements.slice(first..elements.len())
+}
+
+pub fn part_mut<T>(elements: &mut Elements<T>, first: usize) -> ViewMut<'_, T> {
+    elements.slice_mut(first..elements.len())
+}
+
+fn launch_error<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a LaunchError> {
+    match error.downcast_ref() {
+        Some(LoadError::Device(error)) => Some(error),
+        _ => error.downcast_ref(),
+    }
+}
+
+/// Whether the error came from the driver or a kernel, so that a call passed a check that it should not have.
+pub fn is_of_device(error: &(dyn std::error::Error + 'static)) -> bool {
+    match launch_error(error) {
+        Some(LaunchError::Driver(error)) => error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        Some(LaunchError::Kernel { .. }) => true,
+        _ => false,
+    }
+}
+
+/// The error of operands that a launch has returned.
+pub fn operand_error(error: &(dyn std::error::Error + 'static)) -> Option<OperandError> {
+    match launch_error(error)? {
+        LaunchError::Operand(error) => Some(error.clone()),
+        LaunchError::Plan(error) => Some(OperandError::from(error.clone())),
+        _ => None,
     }
 }
 

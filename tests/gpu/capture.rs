@@ -32,10 +32,15 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use crate::{
     common::{
         adapters::{Lora, tensor},
+        experts::{OPERATIONS, shapes},
         small::choose,
     },
-    device::Gpu,
-    experts::{OPERATIONS, launch, shapes},
+    device::{
+        Gpu,
+        Refused::{NotKept, OtherBatch, Stream},
+        refused,
+    },
+    experts::launch,
     setup::{SLOTS, Setup, Spin, TOKENS, add_deltas, load, load_experts, slots_of},
 };
 
@@ -225,7 +230,7 @@ fn copies_are_in_the_order_of_the_queue() {
 type Record<'a> = &'a mut dyn FnMut(&mut Step<'_>) -> Result<(), LaunchError>;
 
 /// Captures a step that fails. The queue stays usable.
-fn refused(setup: &mut Setup, record: Record<'_>) -> LaunchError {
+fn capture(setup: &mut Setup, record: Record<'_>) -> LaunchError {
     let error = setup.weights.capture(&setup.routing, TOKENS, &mut setup.workspace, record).unwrap_err();
     assert_usable(setup);
     error
@@ -253,7 +258,7 @@ fn captures_that_fail_leave_the_queue_as_it_was() {
         }
     }
     let mut setup = Setup::new(2, 64, 1 << 20);
-    assert!(matches!(refused(&mut setup, &mut |_| Ok(())), LaunchError::NothingCaptured));
+    assert!(matches!(capture(&mut setup, &mut |_| Ok(())), LaunchError::NothingCaptured));
     for records in [false, true] {
         let Setup { weights, layers, routing, workspace, x, y, .. } = &mut setup;
         let failed = weights.capture(routing, TOKENS, workspace, |step| {
@@ -388,10 +393,10 @@ fn foreign_work_alone_is_not_captured() {
     let mut setup = Setup::new(1, 64, 1 << 20);
     let stream = Arc::clone(&setup.gpu.stream);
     let (from, mut to) = (stream.clone_htod(&[1.0_f32; 64]).unwrap(), stream.alloc_zeros::<f32>(64).unwrap());
-    let error = refused(&mut setup, &mut |step| Ok(step.queue().stream().memcpy_dtod(&from, &mut to)?));
+    let error = capture(&mut setup, &mut |step| Ok(step.queue().stream().memcpy_dtod(&from, &mut to)?));
     assert!(matches!(error, LaunchError::NothingCaptured), "{error}");
     assert_eq!(stream.clone_dtoh(&to).unwrap(), [1.0; 64]);
-    let error = refused(&mut setup, &mut |step| {
+    let error = capture(&mut setup, &mut |step| {
         step.queue().stream().alloc_zeros::<f32>(64)?;
         Ok(())
     });
@@ -497,8 +502,8 @@ fn captures_wait_for_no_thread() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_slice_is_an_operand_of_its_own_stream_alone() {
-    fn is_refused(result: Result<(), LaunchError>, name: &str) {
-        assert!(matches!(result, Err(LaunchError::WrongStream { operand }) if operand == name), "{name}: {result:?}");
+    fn is_refused(result: Result<(), LaunchError>, operand: &'static str) {
+        assert_eq!(refused(result), Stream(operand));
     }
     let mut setup = Setup::new(1, 64, 1 << 20);
     setup.load(0, 2, 4.0).unwrap();
@@ -791,20 +796,19 @@ fn borrowed_operands_are_not_captured() {
     let buffer = Buffer::<f32>::zeros(&setup.gpu.queue, TOKENS * 64).unwrap();
     let mut kept = Buffer::<f32>::zeros(&setup.gpu.queue, TOKENS * 64).unwrap();
     let layer = setup.layers[0].clone();
-    let error = refused(&mut setup, &mut |step| {
+    let mut borrowed = |operand, record: Record<'_>| {
+        assert_eq!(refused(Err::<(), _>(capture(&mut setup, record))), NotKept(operand));
+    };
+    borrowed("x", &mut |step| {
         layer.add_delta(step, Matrix::new(&slice, TOKENS, 64)?, MatrixMut::new(&mut kept, TOKENS, 64)?)
     });
-    assert!(matches!(error, LaunchError::NotKept { operand: "x" }), "{error}");
-    let error = refused(&mut setup, &mut |step| {
+    borrowed("y", &mut |step| {
         layer.add_delta(step, Matrix::new(&buffer, TOKENS, 64)?, MatrixMut::new(&mut target, TOKENS, 64)?)
     });
-    assert!(matches!(error, LaunchError::NotKept { operand: "y" }), "{error}");
-    let error = refused(&mut setup, &mut |step| layer.shrink(step, Matrix::new(&slice, TOKENS, 64)?).map(drop));
-    assert!(matches!(error, LaunchError::NotKept { operand: "x" }), "{error}");
-    let error = refused(&mut setup, &mut |step| {
+    borrowed("x", &mut |step| layer.shrink(step, Matrix::new(&slice, TOKENS, 64)?).map(drop));
+    borrowed("y", &mut |step| {
         layer.write_delta(step, Matrix::new(&buffer, TOKENS, 64)?, MatrixMut::new(target.as_view_mut(), TOKENS, 64)?)
     });
-    assert!(matches!(error, LaunchError::NotKept { operand: "y" }), "{error}");
     assert_eq!(setup.gpu.stream.clone_dtoh(&target).unwrap(), [7.0; TOKENS * 64]);
 }
 
@@ -828,36 +832,35 @@ fn borrowed_operands_of_embeddings_and_experts_are_not_captured() {
     let (values, kept) = (stream.clone_htod(&[1.0_f32; 64]).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
     let (mut target, mut kept_target) =
         (stream.clone_htod(&[7.0_f32; 64]).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
-    let mut refused = |name: &str, record: Record<'_>| {
-        let error = weights.capture(&routing, 1, &mut workspace, record).unwrap_err();
-        assert!(matches!(error, LaunchError::NotKept { operand } if operand == name), "{name}: {error}");
+    let mut borrowed = |operand, record: Record<'_>| {
+        assert_eq!(refused(weights.capture(&routing, 1, &mut workspace, record)), NotKept(operand));
     };
-    refused("token_ids", &mut |step| {
+    borrowed("token_ids", &mut |step| {
         embedding.add_delta(step, ids.slice(..1), MatrixMut::new(kept_target.slice_mut(0..64), 1, 64)?)
     });
-    refused("y", &mut |step| embedding.add_delta(step, kept_ids.slice(0..1), MatrixMut::new(&mut target, 1, 64)?));
-    refused("ids", &mut |step| grouping.update(step, TopK::new(&ids, 2)?).map(drop));
-    refused("weights", &mut |step| {
+    borrowed("y", &mut |step| embedding.add_delta(step, kept_ids.slice(0..1), MatrixMut::new(&mut target, 1, 64)?));
+    borrowed("ids", &mut |step| grouping.update(step, TopK::new(&ids, 2)?).map(drop));
+    borrowed("weights", &mut |step| {
         grouping.update(step, TopK::new(&kept_ids, 2)?.with_weights(values.slice(..2))?).map(drop)
     });
-    refused("rows", &mut |step| grouping.update(step, TopK::new(&kept_ids, 2)?.with_rows(&ids)?).map(drop));
+    borrowed("rows", &mut |step| grouping.update(step, TopK::new(&kept_ids, 2)?.with_rows(&ids)?).map(drop));
     for op in OPERATIONS {
         let [x, y, [rows, cols]] = shapes(op, [8, 8], [1, 2]);
         let kept_matrix = |[rows, cols]: [usize; 2]| Matrix::new(kept.slice(0..rows * cols), rows, cols);
-        let borrowed = |[rows, cols]: [usize; 2]| Matrix::new(&values, rows, cols);
-        refused("x", &mut |step| {
+        let outside = |[rows, cols]: [usize; 2]| Matrix::new(&values, rows, cols);
+        borrowed("x", &mut |step| {
             let mut routes = grouping.update(step, TopK::new(&kept_ids, 2)?)?;
             let target = MatrixMut::new(&mut kept_target, rows, cols)?;
-            launch(&experts, op, step, &mut routes, [borrowed(x)?, kept_matrix(y)?], target)
+            launch(&experts, op, step, &mut routes, [outside(x)?, kept_matrix(y)?], target)
         });
         if op.has_out() {
-            refused("y", &mut |step| {
+            borrowed("y", &mut |step| {
                 let mut routes = grouping.update(step, TopK::new(&kept_ids, 2)?)?;
                 let target = MatrixMut::new(&mut kept_target, rows, cols)?;
-                launch(&experts, op, step, &mut routes, [kept_matrix(x)?, borrowed(y)?], target)
+                launch(&experts, op, step, &mut routes, [kept_matrix(x)?, outside(y)?], target)
             });
         }
-        refused(if op.has_out() { "out" } else { "y" }, &mut |step| {
+        borrowed(if op.has_out() { "out" } else { "y" }, &mut |step| {
             let mut routes = grouping.update(step, TopK::new(&kept_ids, 2)?)?;
             let target = MatrixMut::new(&mut target, rows, cols)?;
             launch(&experts, op, step, &mut routes, [kept_matrix(x)?, kept_matrix(y)?], target)
@@ -1216,9 +1219,7 @@ fn routes_are_refused_where_others_may_have_been_grouped() {
         let y = MatrixMut::new(&mut y, ROWS * TOP_K, 2 * INTER)?;
         layer.add_gate_up_delta(step, routes, Matrix::new(&x, ROWS, HIDDEN)?, y)
     };
-    let is_refused = |result: Result<(), LaunchError>| {
-        assert!(matches!(result, Err(LaunchError::OtherBatch { operand: "the routes" })), "{result:?}");
-    };
+    let is_refused = |result: Result<(), LaunchError>| assert_eq!(refused(result), OtherBatch("the routes"));
     let slot = load_experts(&weights, 1, "m", [HIDDEN, INTER]);
     let batch = routing.update(&Batch::new(&[slot; ROWS])).unwrap();
     let mut step = weights.step(&batch, &mut workspace).unwrap();

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use aril::{
     adapter::Adapter,
-    cuda::{Kernels, Queue, WeightTable, raw::DeviceRegion, raw::Stream},
+    cuda::{Kernels, LaunchError, Queue, WeightTable, raw::DeviceRegion, raw::Stream},
+    error::OperandError,
 };
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
@@ -37,6 +38,15 @@ impl Gpu {
         let kernels = Kernels::load_into(&context).unwrap();
         let queue = Queue::new(&kernels, &stream).unwrap();
         Self { _limit: limit, context, stream, kernels, queue }
+    }
+
+    /// A queue of another context of the same device. That of this one stays current.
+    pub fn foreign(&self) -> Queue {
+        let context = CudaContext::new_non_primary(0, 0).unwrap();
+        context.bind_to_thread().unwrap();
+        let queue = Queue::new(&Kernels::load_into(&context).unwrap(), &context.default_stream()).unwrap();
+        self.context.bind_to_thread().unwrap();
+        queue
     }
 
     pub fn raw_stream(&self) -> Stream {
@@ -89,6 +99,37 @@ impl Gpu {
         // SAFETY: the graph is alive.
         unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0).result() }.unwrap();
         Graph { executable, stream: self.stream.clone() }
+    }
+}
+
+/// Why a call was refused, and which operand or memory it names.
+#[derive(Debug, PartialEq)]
+pub enum Refused {
+    /// It is of another stream, of another context, of another batch, or borrowed.
+    Stream(&'static str),
+    Context(&'static str),
+    OtherBatch(&'static str),
+    NotKept(&'static str),
+    /// It does not begin at a multiple of so many bytes.
+    Misaligned(&'static str, usize),
+    /// It has so many bytes instead of so many.
+    TooSmall(&'static str, [usize; 2]),
+    Operand(OperandError),
+}
+
+/// # Panics
+/// If the call was not refused, or for another reason.
+pub fn refused<T>(result: Result<T, LaunchError>) -> Refused {
+    match result.err().expect("a call that does not fit") {
+        LaunchError::WrongStream { operand } => Refused::Stream(operand),
+        LaunchError::WrongContext { operand } => Refused::Context(operand),
+        LaunchError::OtherBatch { operand } => Refused::OtherBatch(operand),
+        LaunchError::NotKept { operand } => Refused::NotKept(operand),
+        LaunchError::Misaligned { operand, alignment } => Refused::Misaligned(operand, alignment),
+        LaunchError::TooSmall { memory, got, want, .. } => Refused::TooSmall(memory, [got, want]),
+        LaunchError::Operand(error) => Refused::Operand(error),
+        LaunchError::Plan(error) => Refused::Operand(error.into()),
+        error => panic!("{error}"),
     }
 }
 

@@ -11,7 +11,6 @@ use aril::{
         GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, Step, TopK, WeightTable,
         Workspace, raw,
     },
-    error::OperandError,
     model::{Activation, Experts, Halves, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     reference,
@@ -25,7 +24,9 @@ use crate::{
     common::{
         case::{Subject, loaded_slots},
         compare::{Expected, Place, compare, expect_within},
-        experts::{Act, Case, Lora, Module, Moe, Op, Sizes, WeightsOn, World, cases, launch_on_cpu},
+        experts::{
+            Act, Case, Lora, Module, Moe, OPERATIONS, Op, Sizes, WeightsOn, World, cases, launch_on_cpu, shapes,
+        },
         small::choose,
         values::Dtype,
     },
@@ -36,32 +37,6 @@ use crate::{
         table,
     },
 };
-
-/// All operations.
-pub const OPERATIONS: [Op; 7] = [
-    Op::WriteDown,
-    Op::AddGateUp,
-    Op::Activate(Act::SwigluOai),
-    Op::WriteGateUp,
-    Op::AddDown,
-    Op::AddCombined,
-    Op::Combine,
-];
-
-/// Rows and columns of an operation's x, y, and what it writes, where there is a gate.
-pub fn shapes(op: Op, [hidden, inter]: [usize; 2], [tokens, routes]: [usize; 2]) -> [[usize; 2]; 3] {
-    let (x, y) = if op.is_before_activation() {
-        ([tokens, hidden], [routes, 2 * inter])
-    } else {
-        ([routes, inter], [routes, hidden])
-    };
-    let target = match op {
-        Op::Activate(_) => [routes, inter],
-        Op::AddCombined | Op::Combine => [tokens, hidden],
-        _ => y,
-    };
-    [x, y, target]
-}
 
 /// The safe API.
 struct Safe<'a> {
@@ -520,110 +495,6 @@ fn tokens_of_many_experts_agree_with_the_reference() {
     property(60, cases(sizes), |case| {
         for_dtype!(case.check(&mut Raw { gpu: &gpu, padded_tokens: 0, captured: false }))
     });
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn operands_that_do_not_fit_are_refused() {
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let model = |num_experts| {
-        let mut spec = ModelSpec::new();
-        let id = spec.experts(Experts::new("m", num_experts, 2, 2).top_k(2)).unwrap();
-        (spec.shard(TpRank::SINGLE).unwrap(), id)
-    };
-    let ((model, id), (other_model, _)) = (model(2), model(3));
-    let capacity = Capacity::tokens(3).slots(1).rank(1);
-    let table = |model, dtype| WeightTable::new(queue, model, dtype, capacity, 1 << 12).unwrap();
-    let (weights, other) = (table(&model, DType::F32), table(&other_model, DType::F32));
-    let of_other_type = table(&model, DType::BF16);
-    let layer = LoraExperts::new(&weights, id).unwrap();
-    let [mut workspace, mut of_routes] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
-    let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::BASE; 3])).unwrap();
-    let (ids, ones) = (gpu.upload(&[0_i32; 6]), gpu.upload(&[1.0_f32; 64]));
-    let capacity = RouteCapacity::tokens(3).top_k(2).experts(2);
-    let mut grouping = Grouping::new(queue, capacity).unwrap();
-    let too_few = TopK::new(ids.view::<i32>().slice(..4), 2).unwrap();
-    let mut step = weights.step(&batch, &mut of_routes).unwrap();
-    let error = grouping.update(&mut step, too_few).unwrap_err();
-    assert!(matches!(error, LaunchError::Operand(OperandError::Tokens { got: 2, want: 3 })), "{error}");
-    let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 2).unwrap()).unwrap();
-
-    let operations = [
-        (Op::AddGateUp, [3, 2], None, [6, 4]),
-        (Op::WriteGateUp, [3, 2], None, [6, 4]),
-        (Op::Activate(Act::Silu), [3, 2], Some([6, 4]), [6, 2]),
-        (Op::AddDown, [6, 2], None, [6, 2]),
-        (Op::WriteDown, [6, 2], None, [6, 2]),
-        (Op::AddCombined, [6, 2], None, [3, 2]),
-        (Op::Combine, [6, 2], Some([6, 2]), [3, 2]),
-    ];
-    for (op, x, y, target) in operations {
-        let mut run = |[x, y, target]: [[usize; 2]; 3], weights: &WeightTable| {
-            let mut buffer = gpu.upload(&[7.0_f32; 64]);
-            let inputs = [x, y].map(|[rows, cols]| Matrix::new(ones.view::<f32>(), rows, cols).unwrap());
-            let mut view = buffer.view_mut::<f32>();
-            let target = MatrixMut::new(view.slice_mut(..), target[0], target[1]).unwrap();
-            let mut step = weights.step(&batch, &mut workspace).unwrap();
-            let result = launch(&layer, op, &mut step, &mut routes, inputs, target);
-            // Operations that add leave rows of the base model as they are.
-            let writes = op.has_out() || op.adding() != op;
-            assert_eq!(result.is_ok() && writes, buffer.read::<f32>() != [7.0; 64], "{op:?}");
-            match result {
-                Ok(()) => Ok(()),
-                Err(LaunchError::Operand(error)) => Err(error),
-                Err(error) => panic!("{op:?}: {error}"),
-            }
-        };
-        let fitting = [x, y.unwrap_or([0, 0]), target];
-        assert_eq!(run(fitting, &weights), Ok(()));
-        assert_eq!(run(fitting, &other), Err(OperandError::Model));
-        let of_type = |operand, got| OperandError::DType { operand, got, want: DType::F32 };
-        assert_eq!(run(fitting, &of_other_type), Err(of_type("weights", DType::BF16)));
-        for (operand, [want_rows, want_cols]) in fitting.into_iter().enumerate() {
-            let name = ["x", "y", if y.is_some() { "out" } else { "y" }][operand];
-            if operand == 1 && y.is_none() {
-                continue;
-            }
-            for [rows, cols] in [[want_rows - 1, want_cols], [want_rows, want_cols + 1]] {
-                let mut shapes = fitting;
-                shapes[operand] = [rows, cols];
-                let error = OperandError::Shape { operand: name, rows, cols, want_rows, want_cols };
-                assert_eq!(run(shapes, &weights), Err(error), "{op:?}");
-            }
-        }
-    }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn an_activation_that_needs_a_gate_is_refused_without() {
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let mut spec = ModelSpec::new();
-    let id = spec.experts(Experts::new("m", 1, 2, 2).ungated().top_k(1)).unwrap();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(1).slots(1).rank(1);
-    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
-    let layer = LoraExperts::new(&weights, id).unwrap();
-    let mut workspace = Workspace::new(&weights).unwrap();
-    let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    let batch = routing.update(&Batch::new(&[Slot::BASE])).unwrap();
-    let route_capacity = RouteCapacity::tokens(1).top_k(1).experts(1);
-    let mut grouping = Grouping::new(queue, route_capacity).unwrap();
-    let (ids, x, mut out) = (gpu.upload(&[0_i32]), gpu.upload(&[1.0_f32; 2]), gpu.upload(&[7.0_f32; 2]));
-    let mut step = weights.step(&batch, &mut workspace).unwrap();
-    let mut routes = grouping.update(&mut step, TopK::new(ids.view(), 1).unwrap()).unwrap();
-    let mut activate = |activation| {
-        let [x, y] = [0, 1].map(|_| Matrix::new(x.view::<f32>(), 1, 2).unwrap());
-        let out = MatrixMut::new(out.view_mut(), 1, 2).unwrap();
-        layer.activate(&mut step, &mut routes, x, y, out, activation)
-    };
-    let error = activate(Activation::GPT_OSS).unwrap_err();
-    assert!(matches!(error, LaunchError::Operand(OperandError::Activation { .. })), "{error}");
-    activate(Activation::Relu2).unwrap();
-    assert_eq!(out.read::<f32>(), [1.0; 2]);
 }
 
 /// NaN in one token's rows does not reach other tokens, even with routes in the same tile.

@@ -5,12 +5,9 @@ use aril::{
     DType, Element,
     adapter::Adapter,
     cpu,
-    cuda::{
-        Buffer, FullyShardedLinear, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
-    },
-    error::OperandError,
+    cuda::{Buffer, FullyShardedLinear, LaunchError, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace},
     model::{Collective, Linear, LinearId, LinearSite, Model, ModelSpec, Parallel, Shard, SliceSite, TpRank},
-    plan::{Capacity, PlanError},
+    plan::Capacity,
     reference::{self, Factors},
     routing::Batch,
 };
@@ -472,31 +469,4 @@ fn a_token_gets_in_any_batch_and_in_a_graph_what_it_gets_alone() {
         assert_eq!(bits(&read(sent)), bits(&parts[1]));
         assert_eq!(bits(&read(y)), bits(&added[1]));
     }
-}
-
-/// As on the CPU.
-#[test]
-#[ignore = "needs a GPU"]
-fn other_operations_and_operands_are_refused() {
-    let gpu = Gpu::new();
-    let world = World::new(Parallel::Column, [2, 256], &[64, 64], [5, 3], DType::F32, || 1.0);
-    let batch = Tokens::<f32>::new(&world, 3, || 1.0);
-    let mut rank = Rank::new(&gpu, &world, 0, &batch);
-    assert_eq!(LoraLinear::new(&rank.weights, world.id).unwrap_err(), PlanError::FullySharded);
-    let Rank { weights, layer, routing, workspace, x, sent, y, .. } = &mut rank;
-    let slots = slots_of(weights, &batch.slots);
-    let update = routing.update(&Batch::new(&slots)).unwrap();
-    let step = weights.step(&update, workspace).unwrap();
-    let shape = |error: LaunchError| {
-        let LaunchError::Operand(OperandError::Shape { operand, rows, cols, want_rows, want_cols }) = error else {
-            panic!("{error}")
-        };
-        (operand, [rows, cols], [want_rows, want_cols])
-    };
-    let narrow = layer.shrink(&step, Matrix::new(&*x, 3, 256).unwrap(), MatrixMut::new(&mut *sent, 3, 5).unwrap());
-    assert_eq!(shape(narrow.unwrap_err()), ("v", [3, 5], [3, 6]));
-    let own = layer.expand(&step, Matrix::new(&*sent, 3, 6).unwrap(), MatrixMut::new(&mut *y, 3, 64).unwrap());
-    assert_eq!(shape(own.unwrap_err()), ("v", [3, 6], [6, 6]));
-    drop(step);
-    assert!(read(sent).iter().all(|v| v.is_nan()) && read(y).iter().all(|&y| y == 0.0));
 }

@@ -9,9 +9,16 @@ use aril::{DType, cuda::Kernels, cuda::LaunchError, cuda::raw, plan::Capacity, r
 use cudarc::driver::result;
 
 use crate::{
-    common::{adapters::Lora, case::Subject, dense::Case, small::choose, values::Values},
+    common::{
+        adapters::Lora,
+        case::Subject,
+        dense::Case,
+        experts::{OPERATIONS, shapes},
+        small::choose,
+        values::Values,
+    },
     device::Gpu,
-    experts::{OPERATIONS, launch, shapes},
+    experts::launch,
     operations::{Raw, Safe},
     setup::{load, load_experts},
 };

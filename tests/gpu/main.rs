@@ -42,7 +42,6 @@ mod model;
 mod operations;
 mod pool;
 mod routing;
-mod safe_api;
 mod setup;
 mod stacked;
 mod stacks;

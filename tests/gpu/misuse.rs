@@ -46,8 +46,17 @@ const MISTAKES: &[Mistake] = &[
         what: "a routing is for another number of slots than the table",
         error: "the routing has 1 slots, but the table has 2",
         make: |world| {
-            let mut routing = world.backend.routing(0, capacity().slots(1));
+            let mut routing = world.backend.routing(0, capacity().slots(1))?;
             step(&world.weights, &mut routing, &mut world.workspace)
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a capture's routing is for another number of slots than the table",
+        error: "the routing has 3 slots, but the table has 2",
+        make: |world| {
+            world.routing = world.backend.routing(0, capacity().slots(3))?;
+            Ok(capture(world, 1).map(drop)?)
         },
     },
     Mistake {
@@ -74,7 +83,7 @@ const MISTAKES: &[Mistake] = &[
         what: "a routing is one of another stream",
         error: "the batch was created on a different stream",
         make: |world| {
-            let mut routing = world.backend.routing(1, capacity());
+            let mut routing = world.backend.routing(1, capacity())?;
             step(&world.weights, &mut routing, &mut world.workspace)
         },
     },
@@ -116,7 +125,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the graph was captured with another routing than the step's",
         make: |world| {
             let (mut graph, slot) = (capture(world, 1)?, world.slot());
-            let mut other = world.backend.routing(0, capacity());
+            let mut other = world.backend.routing(0, capacity())?;
             let batch = other.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
@@ -127,7 +136,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the graph was captured with another",
         make: |world| {
             let mut graph = capture(world, 1)?;
-            let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16);
+            let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16)?;
             let slot = world.load(&other, 0, 5.0)?;
             let batch = world.routing.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut other.step(&batch, &mut world.workspace)?)?)
@@ -168,7 +177,7 @@ const MISTAKES: &[Mistake] = &[
         make: |world| {
             let slot = world.slot();
             let (layer, mut routing) =
-                (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity()));
+                (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity())?);
             let mut workspace = world.backend.workspace(0, &world.weights);
             let (x, mut y) = (world.backend.elements(0, &[1.0; FEATURES]), world.backend.elements(0, &[0.0; FEATURES]));
             capturing(world, |weights, _| {
@@ -216,7 +225,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the batch's tokens must be at most 2, not 4",
         make: |world| {
             world.x = world.backend.elements(0, &[1.0; 4 * FEATURES]);
-            world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8));
+            world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8))?;
             Ok(capture(world, 4).map(drop)?)
         },
     },

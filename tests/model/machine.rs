@@ -65,7 +65,7 @@ impl Elsewhere {
         const LOADED: usize = SLOTS + 2;
         let adapter = Arc::new(adapter(8, 0.5, false));
         let capacity = capacity().slots(LOADED);
-        let table = backend.table(model, DType::F32, capacity, (LOADED + 1) * (BYTES + backend::ROW_BYTES));
+        let table = backend.table(model, DType::F32, capacity, (LOADED + 1) * (BYTES + backend::ROW_BYTES)).unwrap();
         let image = adapter.plan(model, DType::F32).unwrap();
         let mut slots: Vec<_> = (0..LOADED).map(|slot| table.load(slot, &image).unwrap()).collect();
         let (Pool::Alone(mut pool), _) = new_pool(backend, model, false) else { unreachable!("it is of no group") };
@@ -130,12 +130,13 @@ enum Work<'a> {
 impl Machine {
     pub fn new(backend: Backend) -> Self {
         let (model, id) = spec();
-        let table = |adapters| backend.table(&model, DType::F32, capacity(), adapters * (BYTES + backend::ROW_BYTES));
+        let table =
+            |adapters| backend.table(&model, DType::F32, capacity(), adapters * (BYTES + backend::ROW_BYTES)).unwrap();
         // Room for what is loaded beside what a step keeps, and for what is not committed yet.
         let plain = table(2 * SLOTS + 1 + PENDING);
         let (pool, streams) = new_pool(&backend, &model, false);
         let lanes = (0..STREAMS).map(|stream| Lane {
-            routings: (0..backend::ROUTINGS).map(|i| backend.routing(stream, routing_capacity(i))).collect(),
+            routings: (0..backend::ROUTINGS).map(|i| backend.routing(stream, routing_capacity(i)).unwrap()).collect(),
             workspace: backend.workspace(stream, &plain),
             x: backend.elements(stream, &[1.0; ROWS * FEATURES]),
             y: backend.elements(stream, &[0.0; ROWS * FEATURES]),

@@ -13,7 +13,7 @@
 //! | x and y exchanged, of two types, or one matrix; W that is written or freed under its fused linear | `Swapped`, `OtherType`, `BorrowedW` |
 //! | operations of a graph without a step | `Graph::replay` takes one |
 //!
-//! Those of graphs, streams and routings are in tests/gpu/misuse.rs, and wrong operands of each operation in tests/common/wrong.rs.
+//! Those of graphs, streams and routings are in tests/gpu/misuse.rs, and wrong operands of each operation in wrong.rs.
 
 use std::{error::Error, sync::Arc, time::Duration};
 
@@ -73,9 +73,9 @@ pub fn adapter(module: &str, rank: usize, value: f32) -> Adapter {
 impl<'a> World<'a> {
     pub fn new(backend: &'a Backend) -> Self {
         let (model, id) = model();
-        let weights = backend.table(&model, DType::F32, capacity(), 16 * BYTES);
+        let weights = backend.table(&model, DType::F32, capacity(), 16 * BYTES).unwrap();
         let world = Self {
-            routing: backend.routing(0, capacity()),
+            routing: backend.routing(0, capacity()).unwrap(),
             workspace: backend.workspace(0, &weights),
             x: backend.elements(0, &[1.0; (TOKENS + 1) * FEATURES]),
             y: backend.elements(0, &[0.0; (TOKENS + 1) * FEATURES]),
@@ -141,6 +141,13 @@ impl<'a> World<'a> {
     }
 }
 
+/// Slots of a larger table, with an adapter in each.
+fn strangers<const N: usize>(world: &World<'_>, numbers: [usize; N]) -> Result<[Slot; N], Box<dyn Error>> {
+    let larger = capacity().slots(SLOTS + 2);
+    let table = world.backend.table(&world.model, DType::F32, larger, 16 * BYTES)?;
+    Ok(numbers.map(|number| world.load(&table, number, 5.0).unwrap()))
+}
+
 /// Leases an adapter once it is loaded.
 fn acquire<B: aril::pool::Backend>(
     pool: &mut aril::pool::AdapterPool<B>,
@@ -203,10 +210,26 @@ const MISTAKES: &[Mistake] = &[
         what: "a batch names a slot beyond the table",
         error: "the batch names slot 2, which is not one of the 2 slots",
         make: |world| {
-            let larger = capacity().slots(SLOTS + 1);
-            let other = world.backend.table(&world.model, DType::F32, larger, 16 * BYTES);
-            let slot = world.load(&other, 2, 5.0)?;
-            world.step(&[slot])
+            let [own, slot] = [world.slot(), strangers(world, [2])?[0]];
+            world.step(&[own, slot])
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch names two slots beyond the table, of which the error names the first",
+        error: "the batch names slot 3, which is not one of the 2 slots",
+        make: |world| {
+            let slots = strangers(world, [3, 2])?;
+            world.step(&slots)
+        },
+    },
+    Mistake {
+        number: 2,
+        what: "a batch names a slot beyond the table behind one of another table",
+        error: "the batch names slot 2, which is not one of the 2 slots",
+        make: |world| {
+            let slots = strangers(world, [0, 2])?;
+            world.step(&slots)
         },
     },
     Mistake {
@@ -214,8 +237,7 @@ const MISTAKES: &[Mistake] = &[
         what: "a batch names a slot of another table",
         error: "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool",
         make: |world| {
-            let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
-            let slot = world.load(&other, 0, 5.0)?;
+            let [slot] = strangers(world, [0])?;
             assert_eq!(world.weights.check([slot]), Err(SlotError::Gone { slot }));
             world.step(&[slot])
         },
@@ -290,7 +312,7 @@ const MISTAKES: &[Mistake] = &[
         what: "the operands have another element type than the table",
         error: "`x` is f32, but must be bf16",
         make: |world| {
-            world.weights = world.backend.table(&world.model, DType::BF16, capacity(), 16 * BYTES);
+            world.weights = world.backend.table(&world.model, DType::BF16, capacity(), 16 * BYTES)?;
             world.step(&[Slot::BASE])
         },
     },
@@ -299,6 +321,15 @@ const MISTAKES: &[Mistake] = &[
         what: "a batch has more tokens than the capacity",
         error: "the batch's tokens must be at most 2, not 3",
         make: |world| world.step(&[Slot::BASE; TOKENS + 1]),
+    },
+    Mistake {
+        number: 7,
+        what: "a batch has more tokens than the capacity, of slots beyond the table",
+        error: "the batch's tokens must be at most 2, not 3",
+        make: |world| {
+            let [slot] = strangers(world, [2])?;
+            world.step(&[slot; TOKENS + 1])
+        },
     },
     Mistake {
         number: 8,
@@ -335,6 +366,18 @@ const MISTAKES: &[Mistake] = &[
     },
     Mistake {
         number: 9,
+        what: "an adapter was planned for another rank",
+        error: "the adapter was planned for another model or tensor-parallel rank than the table's",
+        make: |world| {
+            let mut spec = ModelSpec::new();
+            spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", FEATURES))?;
+            let [own, other] = [0, 1].map(|rank| spec.shard(TpRank::new(rank, 2).unwrap()).unwrap());
+            let weights = world.backend.table(&own, DType::F32, capacity(), 16 * BYTES)?;
+            Ok(weights.load(0, &adapter("m.q", RANK, 1.0).plan(&other, DType::F32)?).map(drop)?)
+        },
+    },
+    Mistake {
+        number: 9,
         what: "a pool's source is of another description",
         error: "the adapter was planned for another model or tensor-parallel rank than the table's",
         make: |world| {
@@ -347,7 +390,7 @@ const MISTAKES: &[Mistake] = &[
         what: "an adapter is committed to another table than it was reserved in",
         error: "the adapter was loaded into memory reserved in another table",
         make: |world| {
-            let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES);
+            let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES)?;
             let adapter = adapter("m.q", RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
@@ -426,7 +469,7 @@ const MISTAKES: &[Mistake] = &[
         what: "an arena is too small",
         error: "contiguous bytes, but the largest free block of the weight table has 2048",
         make: |world| {
-            let small = world.backend.table(&world.model, DType::F32, capacity(), 2048);
+            let small = world.backend.table(&world.model, DType::F32, capacity(), 2048)?;
             Ok(world.load(&small, 0, 1.0).map(drop)?)
         },
     },

@@ -7,6 +7,7 @@
 
 pub mod machine;
 pub mod misuse;
+pub mod wrong;
 
 use std::{collections::BTreeSet, sync::Arc};
 

@@ -4,7 +4,7 @@ use proptest::{prelude::*, strategy::ValueTree as _, test_runner::TestRunner};
 
 use crate::{
     backend::Backend,
-    model::{Broken, Expected, Promise, calls, machine::Machine, misuse, promises_without_graphs},
+    model::{Broken, Expected, Promise, calls, machine::Machine, misuse, promises_without_graphs, wrong},
 };
 
 fn cpu() -> Machine {
@@ -35,4 +35,14 @@ fn every_promise_is_checked() {
 #[test]
 fn every_mistake_is_named() {
     misuse::every_mistake_is_named(&Backend::new());
+}
+
+#[test]
+fn every_refusal_is_named() {
+    wrong::every_refusal_is_named(&Backend::new());
+}
+
+#[test]
+fn random_calls_are_refused_or_computed() {
+    wrong::random_calls_are_refused_or_computed(&Backend::new(), 2000);
 }

@@ -1,20 +1,30 @@
 //! The CPU, for what is written once for every backend (tests/model).
 
-pub use aril::cpu::{
-    AdapterPool, Filled, LoraLinear, Matrix, MatrixMut, Reservation, Staging, Step, Tiers, WeightTable, Workspace,
-};
+use std::convert::Infallible;
+
 use aril::{
     DType,
     error::OperandError,
     model::Model,
-    plan::Capacity,
+    plan::{Capacity, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
 };
+pub use aril::{
+    Element as Value,
+    cpu::{
+        AdapterPool, Filled, FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
+        MatrixMut, Reservation, Staging, Step, Tiers, WeightTable, Workspace,
+    },
+    routing::TopK,
+};
 
-use crate::model::{Beside, Captured, Refused};
+use crate::{
+    common::experts::{Op, launch_on_cpu},
+    model::{Beside, Captured, Refused},
+};
 
-pub type Elements = Vec<f32>;
+pub type Elements<T = f32> = Vec<T>;
 pub type Error = OperandError;
 
 /// The CPU has no graphs.
@@ -36,13 +46,22 @@ impl Routing {
     }
 }
 
+/// Where a GPU groups routes.
+pub struct Grouping;
+
+impl Grouping {
+    pub fn update<'a>(&mut self, _: &mut Step<'_>, top_k: TopK<'a>) -> Result<TopK<'a>, Error> {
+        Ok(top_k)
+    }
+}
+
 impl Backend {
     pub fn new() -> Self {
         Self
     }
 
-    pub fn table(&self, model: &Model, dtype: DType, capacity: Capacity, bytes: usize) -> WeightTable {
-        WeightTable::new(model, dtype, capacity, bytes).unwrap()
+    pub fn table(&self, model: &Model, dtype: DType, capacity: Capacity, bytes: usize) -> Result<WeightTable, Error> {
+        Ok(WeightTable::new(model, dtype, capacity, bytes)?)
     }
 
     pub fn pool(&self, model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> AdapterPool {
@@ -53,17 +72,69 @@ impl Backend {
         pool.add_stream()
     }
 
-    pub fn routing(&self, _: usize, _: Capacity) -> Routing {
-        Routing
+    pub fn routing(&self, _: usize, _: Capacity) -> Result<Routing, Error> {
+        Ok(Routing)
+    }
+
+    /// The host has the slots' numbers.
+    pub fn update<'a>(&self, routing: &mut Routing, batch: &Batch<'a>, _: Option<&[i32]>) -> Result<Batch<'a>, Error> {
+        routing.update(batch)
+    }
+
+    pub fn grouping(&self, _: RouteCapacity) -> Result<Grouping, Error> {
+        Ok(Grouping)
     }
 
     pub fn workspace(&self, _: usize, weights: &WeightTable) -> Workspace {
         Workspace::new(weights).unwrap()
     }
 
-    pub fn elements(&self, _: usize, elements: &[f32]) -> Elements {
+    /// The CPU's grows.
+    pub fn workspace_of(&self, _: [usize; 2]) -> Result<Workspace, Error> {
+        Ok(Workspace::default())
+    }
+
+    pub fn elements<T: Copy>(&self, _: usize, elements: &[T]) -> Elements<T> {
         elements.to_vec()
     }
+
+    pub fn synchronize(&self) -> Result<(), Infallible> {
+        Ok(())
+    }
+}
+
+pub fn elements_of<T: Value>(elements: &Elements<T>) -> Elements<T> {
+    elements.clone()
+}
+
+/// An operation on experts. That of a GPU changes the routes.
+pub fn launch<T: Value>(
+    experts: &LoraExperts,
+    op: Op,
+    step: &mut Step<'_>,
+    routes: &mut TopK<'_>,
+    inputs: [Matrix<'_, T>; 2],
+    target: MatrixMut<'_, T>,
+) -> Result<(), Error> {
+    launch_on_cpu(experts, op, step, routes, inputs, target)
+}
+
+pub fn part<T>(elements: &Elements<T>, first: usize) -> &[T] {
+    &elements[first..]
+}
+
+pub fn part_mut<T>(elements: &mut Elements<T>, first: usize) -> &mut [T] {
+    &mut elements[first..]
+}
+
+/// The CPU has no device.
+pub fn is_of_device(_: &(dyn std::error::Error + 'static)) -> bool {
+    false
+}
+
+/// It has no other errors.
+pub fn operand_error(_: &(dyn std::error::Error + 'static)) -> Option<OperandError> {
+    None
 }
 
 pub fn write(to: &mut Elements, elements: &[f32]) {

@@ -1,6 +1,7 @@
 //! The adapter pool on the CPU: who is on the device, what is refused, and what fails.
 #![allow(
     clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
     clippy::panic,
     clippy::unwrap_used,
     reason = "a test fails by panicking, and its numbers are small"

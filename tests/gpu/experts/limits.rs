@@ -2,13 +2,10 @@
 
 use aril::{Element, plan::MAX_SLOTS};
 
-use super::{
-    OPERATIONS,
-    steps::{Layer, goes_wide},
-};
+use super::steps::{Layer, goes_wide};
 use crate::{
     common::{
-        experts::{Case, Lora},
+        experts::{Case, Lora, OPERATIONS},
         values::{Dtype, Values},
     },
     device::Gpu,

@@ -14,11 +14,11 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-use super::{OPERATIONS, Operands, raw_top_k, route_capacity};
+use super::{Operands, raw_top_k, route_capacity};
 use crate::{
     common::{
         compare::{Place, compare},
-        experts::{Act, Case, Lora, Op, Order, Pairs, WeightsOn},
+        experts::{Act, Case, Lora, OPERATIONS, Op, Order, Pairs, WeightsOn},
         small::choose,
         values::{Dtype, Values},
     },
