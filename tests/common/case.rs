@@ -313,6 +313,55 @@ impl<L: Layer> Case<L> {
     }
 }
 
+/// Checks that are of layers whose results have a row for each token.
+impl<L: Layer> Case<L> {
+    /// The bits of each token's row are the same without the tokens behind the first ones of `fewer`, and of each `every`th where all others
+    /// are the base model's. Returns the rows.
+    pub fn check_invariance<T: Element>(
+        &self,
+        subject: &mut impl Subject<L>,
+        fewer: &[usize],
+        every: usize,
+    ) -> Result<Vec<T>, TestCaseError> {
+        let (world, place) = (self.world::<T>(), self.target());
+        let all = subject.run(self, &world);
+        let bits = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+        for tokens in fewer.iter().copied().filter(|&tokens| tokens < self.num_tokens()) {
+            let (mut case, mut part) = (self.clone(), self.world::<T>());
+            case.slots.truncate(tokens);
+            part.slots.truncate(tokens);
+            part.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
+            let (rows, part) = (..place.at(tokens, 0), subject.run(&case, &part));
+            prop_assert!(bits(&all[rows]) == bits(&part[rows]), "{tokens} tokens differ\n{}", self.replay());
+        }
+        let mut alone = self.world::<T>();
+        for token in (0..self.num_tokens()).step_by(every) {
+            alone.slots.fill(-1);
+            alone.slots[token] = world.slots[token];
+            let (row, alone) = (place.at(token, 0)..place.at(token + 1, 0), subject.run(self, &alone));
+            prop_assert!(bits(&all[row.clone()]) == bits(&alone[row]), "token {token} alone\n{}", self.replay());
+        }
+        Ok(all)
+    }
+
+    /// NaN in the rows of one token, all of whose results are NaN, changes no other element.
+    pub fn check_nan<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
+        let mut world = self.world::<T>();
+        let expected = subject.run(self, &world);
+        let Some(token) = (self.seed as usize).checked_rem(self.num_tokens()) else { return Ok(()) };
+        for (buffer, place) in [(&mut world.x, self.x()), (&mut world.y, self.y())] {
+            buffer[place.at(token, 0)..][..place.cols].fill(T::from_f32(f32::NAN));
+        }
+        let (mut got, first) = (subject.run(self, &world), self.target().at(token, 0));
+        let row = first..first + self.target().cols;
+        prop_assert!(got[row.clone()].iter().all(|y| y.to_f32().is_nan()), "NaN is lost\n{}", self.replay());
+        got[row.clone()].copy_from_slice(&expected[row]);
+        let is_same = bytemuck::cast_slice::<T, u8>(&got) == bytemuck::cast_slice::<T, u8>(&expected);
+        prop_assert!(is_same, "NaN has spread\n{}", self.replay());
+        Ok(())
+    }
+}
+
 /// The slots with these numbers and the adapters that are there, which a table says. All other numbers are the base model.
 pub fn loaded_slots(numbers: &[i32], get: impl Fn(usize) -> Option<SlotInfo>) -> Vec<Slot> {
     let loaded = |&number: &i32| usize::try_from(number).ok().and_then(&get).map_or(Slot::BASE, |info| info.slot);

@@ -10,6 +10,7 @@
 )]
 
 pub mod adapters;
+pub mod adding;
 pub mod case;
 pub mod compare;
 pub mod consumers;

@@ -14,15 +14,12 @@ use aril::{
     adapter::{Adapter, AdapterError, SlotImage},
     cpu::{LoraLinear, Matrix, MatrixMut, Staging, Step, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{LinearId, Model},
     plan::{Capacity, PlanError},
     routing::Batch,
 };
 
-use crate::common::{
-    adapters::{self, Lora},
-    cpu::slots,
-};
+use crate::common::{adding, cpu::slots};
 use rayon::prelude::*;
 
 const LAYERS: usize = 4;
@@ -30,16 +27,11 @@ const FEATURES: usize = 8;
 const MAX_RANK: usize = 16;
 
 fn model() -> (Model, Vec<LinearId>) {
-    let mut spec = ModelSpec::new();
-    let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, FEATURES).slice("q", FEATURES);
-    let ids = (0..LAYERS).map(|i| spec.linear(layer(i)).unwrap()).collect();
-    (spec.shard(TpRank::SINGLE).unwrap(), ids)
+    adding::model(LAYERS, FEATURES)
 }
 
-/// An adapter that adds `value` to every output of every layer whose inputs are 1.
 fn adapter(rank: usize, value: f32) -> Adapter {
-    let layer = |i: usize| Lora::adding(format!("layers.{i}.q"), [FEATURES; 2], rank, value);
-    adapters::adapter(&(0..LAYERS).map(layer).collect::<Vec<_>>())
+    adding::adapter(LAYERS, FEATURES, rank, value)
 }
 
 fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {

@@ -32,6 +32,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use crate::{
     common::{
         adapters::{Lora, tensor},
+        adding,
         experts::{OPERATIONS, shapes},
         small::choose,
     },
@@ -893,7 +894,7 @@ fn a_stream_that_somebody_else_captures_is_left_alone() {
     let ids = Buffer::<i32>::zeros(queue, 2).unwrap();
     let (mut values, mut target) = (Buffer::<f32>::zeros(queue, 64).unwrap(), Buffer::<f32>::zeros(queue, 64).unwrap());
     let mut pinned = PinnedBuffer::<f32>::zeros(queue, 64).unwrap();
-    let adapter = crate::setup::adapter(1, 64, 2, 5.0);
+    let adapter = adding::adapter(1, 64, 2, 5.0);
     let image = adapter.plan(&model, DType::F32).unwrap();
     let slots = [weights.load(0, &image).unwrap()];
     let top_k = || TopK::new(&ids, 2).unwrap();

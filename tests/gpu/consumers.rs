@@ -8,15 +8,15 @@ use aril::{
     plan::Capacity,
     routing::Batch,
 };
-use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
 
 use crate::{
+    backend::Value,
     common::{
         adapters::Lora,
         case::Subject,
-        compare::{Place, compare},
+        compare::Place,
         consumers::{Case, Consumed, World, cases},
         dense::Sizes,
         factors::{Modules, fill, neighbour},
@@ -24,12 +24,12 @@ use crate::{
         small::choose,
         values::{Dtype, Values},
     },
-    device::{Buffer, Gpu, Refused::NotKept, load_slots, refused},
+    device::{Buffer, Gpu, Refused::NotKept, refused},
     for_dtype,
     hot_path::allocations,
     operations::{
-        PoisonedRouting, PoisonedTable, Raw, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix,
-        raw_matrix_mut, table, upload_all,
+        PoisonedRouting, PoisonedTable, Raw, bits, check_replays, mailbox_of_garbage, matrix, matrix_mut, property,
+        raw_matrix, raw_matrix_mut, replayed, table, upload_all,
     },
     setup::{load, slots_of},
 };
@@ -305,94 +305,28 @@ fn consumers_of_thousands_of_tokens_agree_with_themselves() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_consumers_nan_is_its_own() {
-    fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
-        let mut subject = Raw { gpu, padded_tokens, captured: false };
-        let mut world = case.world::<T>();
-        let expected = subject.run(case, &world);
-        let Some(nan) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
-        for (buffer, place) in [(&mut world.x, case.x()), (&mut world.y, case.y())] {
-            buffer[place.at(nan, 0)..][..place.cols].fill(T::from_f32(f32::NAN));
-        }
-        let got = subject.run(case, &world);
-        for token in 0..case.num_tokens() {
-            let row = case.written(&got, token);
-            if token == nan {
-                let values = row.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned::<T>);
-                prop_assert!(values.into_iter().all(|value| value.to_f32().is_nan()), "lost\n{}", case.replay());
-            } else {
-                prop_assert!(row == case.written(&expected, token), "NaN has spread\n{}", case.replay());
-            }
-        }
-        Ok(())
-    }
     let gpu = Gpu::new();
     for padded_tokens in [0, choose(1100, 520)] {
         property(80, cases(Sizes { max_tokens: 80, ..Sizes::large() }), |case| {
-            for_dtype!(case, run(&gpu, &case, padded_tokens))
+            for_dtype!(case.check_nan(&mut Raw { gpu: &gpu, padded_tokens, captured: false }))
         });
     }
 }
 
-/// A captured step of the safe API follows its memory: adapters of other ranks, other slots and fewer tokens between replays.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_consumers_replay_sees_what_changed() {
-    fn run<T: Element + DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
+    fn run<T: Value>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
         let (inputs, features) = choose((1100, 200), (264, 72));
-        // By step: the ranks of each slot's adapter, and the slots of the live tokens.
-        let case = |seed: u64, adapters: &[[usize; 2]], live: usize| {
-            let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
-            Case { dtype, seed, ..Case::consumed(inputs, features, adapters, slots) }
-        };
-        let steps = [
-            case(1, &[[16, 8], [1, 0], [64, 64]], tokens),
-            case(2, &[[17, 0], [1, 30], [3, 128]], tokens - 1),
-            case(3, &[[128, 128], [0, 5]], tokens / 2),
-            case(4, &[], tokens),
-            case(5, &[[8, 8]], 1),
-            case(6, &[[33, 2], [100, 7], [5, 5]], tokens),
-        ];
-        let capacity = Capacity::tokens(tokens).slots(4).rank(128);
-        let first = steps[0].world::<T>();
-        let (queue, model, y_cols) = (&gpu.queue, &first.model, steps[0].y().cols);
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
-        let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        let mut workspace = Workspace::new(&weights).unwrap();
-        let layer = LoraLinear::new(&weights, first.id).unwrap();
-        let [mut x, mut y, mut out] =
-            [inputs, y_cols, features].map(|cols| cuda::Buffer::<T>::zeros(queue, tokens * cols).unwrap());
-        let mut graph = weights
-            .capture(&routing, tokens, &mut workspace, |step| {
-                let shrunk = layer.shrink(step, cuda::Matrix::new(&x, tokens, inputs)?)?;
-                let y = cuda::Matrix::new(&y, tokens, y_cols)?;
-                shrunk.silu_mul(y, cuda::MatrixMut::new(&mut out, tokens, features)?)
-            })
-            .unwrap();
-        for case in &steps {
-            let world = case.world::<T>();
-            let live = case.num_tokens();
-            load_slots(&weights, &world.adapters);
-            // Rows without a token hold NaN and do not change.
-            let padded = |values: &[T], cols: usize| {
-                let mut padded = vec![T::from_f32(f32::NAN); tokens * cols];
-                padded[..live * cols].copy_from_slice(&values[..live * cols]);
-                padded
-            };
-            x.write(&padded(&world.x, inputs)).unwrap();
-            y.write(&padded(&world.y, y_cols)).unwrap();
-            out.write(&vec![T::from_f32(f32::NAN); tokens * features]).unwrap();
-            let slots = world.loaded_slots(|slot| weights.get(slot));
-            let batch = routing.update(&Batch::new(&slots)).unwrap();
-            graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
-            let mut got = vec![T::default(); tokens * features];
-            out.read(&mut got).unwrap();
-            let behind = got.split_off(live * features);
-            assert!(behind.iter().all(|value| value.to_f32().is_nan()), "a row without a token was written");
-            let context = format!("{tokens} tokens, step {}", case.seed);
-            let mut expected = world.expected(case);
-            expected.truncate(got.len());
-            compare(case.out(), &got, &expected, &context).unwrap();
-        }
+        let steps = replayed(tokens, |seed, adapters, slots| Case {
+            dtype,
+            seed,
+            ..Case::consumed(inputs, features, adapters, slots)
+        });
+        check_replays::<T, _, _>(gpu, &steps, tokens, |weights, id| {
+            let layer = LoraLinear::new(weights, id).unwrap();
+            move |step, x, y, out| layer.shrink(step, x)?.silu_mul(y, out)
+        });
     }
     let gpu = Gpu::new();
     for &tokens in choose(&[16, 40, 512, 600][..], &[40, 520]) {

@@ -21,9 +21,10 @@ use half::bf16;
 use proptest::prelude::*;
 
 use crate::{
+    backend::Value,
     common::{
         case::{Subject, loaded_slots},
-        compare::{Expected, Place, compare},
+        compare::Place,
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
         slices::SliceBuffers,
@@ -33,12 +34,12 @@ use crate::{
     device::{
         self, Gpu,
         Refused::{Context, Misaligned, NotKept, Operand, Stream, TooSmall},
-        load_slots, refused,
+        refused,
     },
     for_dtype,
     operations::{
-        PoisonedTable, bits, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix, raw_matrix_mut, read_all,
-        upload_all,
+        PoisonedTable, bits, check_replays, mailbox_of_garbage, matrix, matrix_mut, property, raw_matrix,
+        raw_matrix_mut, read_all, replayed, upload_all,
     },
 };
 
@@ -263,7 +264,7 @@ fn corners() {
 fn a_tokens_bits_depend_on_nothing_else() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
         let (world, mut eager) = (case.world::<T>(), Raw::eager(gpu));
-        let first = eager.run(case, &world);
+        let first = case.check_invariance::<T>(&mut eager, &[1, 8, 9, 16, 17], case.num_tokens() / 3 + 1)?;
         let padded_tokens = 3.min(MAX_FORWARD_TOKENS - case.num_tokens());
         let others = [
             ("twice", eager),
@@ -275,15 +276,6 @@ fn a_tokens_bits_depend_on_nothing_else() {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
         }
         prop_assert!(bits(&first) == bits(&Safe { gpu }.run(case, &world)), "the safe API differs\n{}", case.replay());
-        for tokens in [1, 8, 9, 16, 17].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
-            let (mut fewer, mut world) = (case.clone(), case.world::<T>());
-            fewer.slots.truncate(tokens);
-            world.slots.truncate(tokens);
-            world.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
-            let rows = ..case.y().at(tokens, 0);
-            let fewer = eager.run(&fewer, &world);
-            prop_assert!(bits(&first[rows]) == bits(&fewer[rows]), "{tokens} tokens differ\n{}", case.replay());
-        }
         // From the last token to the first.
         let mut reversed = case.world::<T>();
         reversed.slots.reverse();
@@ -312,17 +304,6 @@ fn a_tokens_bits_depend_on_nothing_else() {
                     case.replay()
                 );
             }
-        }
-        let mut alone = case.world::<T>();
-        for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
-            alone.slots.fill(-1);
-            alone.slots[token] = world.slots[token];
-            let (at, alone) = (row(case.y(), token), eager.run(case, &alone));
-            prop_assert!(
-                bits(&first[at.clone()]) == bits(&alone[at]),
-                "token {token} alone differs\n{}",
-                case.replay()
-            );
         }
         Ok(())
     }
@@ -354,25 +335,10 @@ fn infinite_sums_stay_infinite() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_nan_is_its_own() {
-    fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
-        let mut subject = Raw { withholds: case.seed.is_multiple_of(2), ..Raw::eager(gpu) };
-        let mut world = case.world::<T>();
-        let expected = subject.run(case, &world);
-        let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
-        let row = case.y().at(token, 0)..case.y().at(token, 0) + case.y().cols;
-        world.x[case.x().at(token, 0)..][..case.x().cols].fill(T::from_f32(f32::NAN));
-        let got = subject.run(case, &world);
-        prop_assert!(got[row.clone()].iter().all(|y| y.to_f32().is_nan()), "NaN is lost\n{}", case.replay());
-        prop_assert!(
-            bits(&got[..row.start]) == bits(&expected[..row.start])
-                && bits(&got[row.end..]) == bits(&expected[row.end..]),
-            "NaN has spread\n{}",
-            case.replay()
-        );
-        Ok(())
-    }
     let gpu = Gpu::new();
-    property(100, cases(sizes()), |case| for_dtype!(case, run(&gpu, &case)));
+    property(100, cases(sizes()), |case| {
+        for_dtype!(case.check_nan(&mut Raw { withholds: case.seed.is_multiple_of(2), ..Raw::eager(&gpu) }))
+    });
 }
 
 /// On integers, the ranks of a column-parallel layer compute its parts, and those of a row-parallel layer add up to it.
@@ -443,69 +409,30 @@ fn tensor_parallel_ranks_are_parts_of_the_whole() {
     }
 }
 
-/// A captured step follows its memory, to the bit: adapters of other ranks are loaded and unloaded between replays.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_sees_what_changed() {
-    fn run<T: Element>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
-        const IN: usize = 1104;
-        const SLICES: [usize; 3] = [264, 72, 40];
-        let Gpu { kernels, queue, .. } = gpu;
-        // By step: the ranks of each slot's adapter, and the slots of the live tokens.
-        let case = |seed: u64, adapters: &[&[usize]], live: usize| {
-            let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
-            let dense = dense::Case::linear(IN, &SLICES, adapters, slots);
+    fn run<T: Value>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
+        let steps = replayed(tokens, |seed, adapters, slots| {
+            let adapters: Vec<_> = adapters.iter().map(|ranks| &ranks[..]).collect();
+            let dense = dense::Case::linear(1104, &[264, 72], &adapters, slots);
             Case::fused(dense::Case { dtype, seed, ..dense }, false)
-        };
-        let steps = [
-            case(1, &[&[16, 8, 4], &[1, 0, 30], &[64, 64, 64]], tokens),
-            case(2, &[&[17, 0, 1], &[1, 0, 30], &[3, 128, 9]], tokens - 1),
-            case(3, &[&[128, 128, 128], &[0, 0, 5]], tokens / 2),
-            case(4, &[], tokens),
-            case(5, &[&[8, 8, 8]], 1),
-            case(6, &[&[33, 2, 100], &[100, 1, 7], &[5, 5, 0]], tokens),
-        ];
-        let capacity = Capacity::tokens(tokens).slots(4).rank(128);
-        let first = steps[0].world::<T>();
-        let model = &first.model;
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
-        let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        let base = steps[0].base::<T>(steps[0].values);
-        let w: Vec<_> = base.slices.iter().map(|(_, w)| gpu.upload(w)).collect();
-        let slices: Vec<_> = base.slices.iter().zip(&w).map(|((place, _), w)| raw_matrix::<T>(w, *place)).collect();
-        let bias = gpu.upload(&base.bias.unwrap().1);
-        let layer = raw::FusedLinear::new(kernels, model, first.id, T::DTYPE, capacity, &slices).unwrap();
-        let layer = layer.with_bias(bias.address());
-        let workspace = Workspace::with_bytes(queue, layer.plan().workspace_bytes()).unwrap();
-        let out: usize = SLICES.iter().sum();
-        let (mut x, mut y) = (gpu.poisoned(tokens * IN * 2), gpu.poisoned(tokens * out * 2));
-        let (x_matrix, y_matrix) =
-            (raw::MatrixRef::new::<T>(x.address(), tokens, IN), raw::MatrixMut::new::<T>(y.address(), tokens, out));
-        let batch = routing.capture_batch(tokens).unwrap();
-        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
-        let graph = gpu.capture(|| {
-            // SAFETY: every captured operand outlives the last replay.
-            unsafe { layer.forward(&step, x_matrix, y_matrix) }.unwrap();
         });
-        for case in &steps {
-            let world = case.world::<T>();
-            load_slots(&weights, &world.adapters);
-            // Rows without a token are rows of the base model: NaN gives NaN.
-            let live = case.num_tokens();
-            let mut padded = vec![T::from_f32(f32::NAN); tokens * IN];
-            padded[..live * IN].copy_from_slice(&world.x[..live * IN]);
-            x.write(&padded);
-            y.write(&vec![T::from_f32(7.0); tokens * out]);
-            let slots = world.loaded_slots(|slot| weights.get(slot));
-            routing.update(&Batch::new(&slots)).unwrap();
-            graph.replay();
-            let (mut got, mut expected) = (y.read::<T>(), world.expected(case));
-            let behind = got.split_off(live * out);
-            assert!(behind.iter().all(|y| y.to_f32().is_nan()), "{tokens} tokens, step {}: rows behind", case.seed);
-            expected.truncate(live * out);
-            assert!(!expected.iter().any(|expected| matches!(expected, Expected::Untouched(_))));
-            compare(case.y(), &got, &expected, &format!("{tokens} tokens, step {}", case.seed)).unwrap();
-        }
+        let base = steps[0].base::<T>(steps[0].values);
+        let of = |values: &[T]| {
+            let mut buffer = Buffer::<T>::zeros(&gpu.queue, values.len()).unwrap();
+            buffer.write(values).unwrap();
+            buffer
+        };
+        let w: Vec<_> = base.slices.iter().map(|(place, w)| (place, of(w))).collect();
+        let bias = of(&base.bias.unwrap().1[..264 + 72]);
+        check_replays::<T, _, _>(gpu, &steps, tokens, |weights, id| {
+            let slices = w.iter().map(|(place, w)| {
+                Matrix::strided(w.slice(place.offset..w.len()), place.rows, place.cols, place.stride).unwrap()
+            });
+            let layer = FusedLinear::new(weights, id, slices).unwrap().with_bias(&bias).unwrap();
+            move |step, x, _, y| layer.forward(step, x, y)
+        });
     }
     let gpu = Gpu::new();
     for &tokens in choose(&[8, 16, 24, 32][..], &[8, 24]) {

@@ -1,7 +1,7 @@
 //! A captured step follows its memory: adapters, ranks, slots and routing change between replays.
 
 use aril::{
-    DType, Element,
+    DType,
     adapter::Adapter,
     cuda::{LoraEmbedding, LoraLinear, Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
@@ -10,14 +10,8 @@ use aril::{
 };
 
 use crate::{
-    common::{
-        adapters::{self, Lora},
-        compare::{Expected, Place, compare},
-        dense::{Case, Site},
-        small::choose,
-        values::Dtype,
-    },
-    device::{Gpu, load_slots},
+    common::adapters::{self, Lora},
+    device::Gpu,
     setup::slots_of,
 };
 
@@ -97,72 +91,6 @@ fn a_replay_sees_what_changed() {
                 assert!(row.iter().all(|&y| y == expected), "step {step}, token {token}: {} is not {expected}", row[0]);
             }
         }
-    }
-}
-
-/// The same for a 16-bit layer with distinct factors, to the bit: adapters of other ranks are loaded and unloaded between replays.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_replay_of_16_bits_sees_what_changed() {
-    fn run<T: Element>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
-        const SLICES: [usize; 3] = [264, 72, 40];
-        let inputs = choose(1100, 264);
-        let Gpu { kernels, queue, .. } = gpu;
-        // By step: the ranks of each slot's adapter, and the slots of the live tokens.
-        let case = |seed: u64, adapters: &[&[usize]], live: usize| {
-            let slots = (0..live as i32).map(|token| (token * 5 + token / 3 + seed as i32) % 5 - 1).collect();
-            Case { dtype, seed, ..Case::linear(inputs, &SLICES, adapters, slots) }
-        };
-        let steps = [
-            case(1, &[&[16, 8, 4], &[1, 0, 30], &[64, 64, 64]], tokens),
-            case(2, &[&[17, 0, 1], &[1, 0, 30], &[3, 128, 9]], tokens - 1),
-            case(3, &[&[128, 128, 128], &[0, 0, 5]], tokens / 2),
-            case(4, &[], tokens),
-            case(5, &[&[8, 8, 8]], 1),
-            case(6, &[&[33, 2, 100], &[100, 1, 7], &[5, 5, 0]], tokens),
-        ];
-        let capacity = Capacity::tokens(tokens).slots(4).rank(128);
-        let first = steps[0].world::<T>();
-        let (model, Site::Linear(id)) = (&first.model, first.id) else { unreachable!() };
-        let weights = WeightTable::new(queue, model, T::DTYPE, capacity, 1 << 24).unwrap();
-        let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        let linear = LoraLinear::for_model(kernels, model, id, T::DTYPE, capacity).unwrap();
-        let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
-        let out: usize = SLICES.iter().sum();
-        let (mut x, mut y) = (gpu.poisoned(tokens * inputs * 2), gpu.poisoned(tokens * out * 2));
-        let (x_matrix, y_matrix) =
-            (raw::MatrixRef::new::<T>(x.address(), tokens, inputs), raw::MatrixMut::new::<T>(y.address(), tokens, out));
-        let batch = routing.capture_batch(tokens).unwrap();
-        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), gpu.raw_stream());
-        let graph = gpu.capture(|| {
-            // SAFETY: every captured operand outlives the last replay.
-            unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) }.unwrap();
-        });
-        for case in &steps {
-            let world = case.world::<T>();
-            load_slots(&weights, &world.adapters);
-            // Rows without a token hold NaN and do not change.
-            let padded = |values: &[T], cols: usize| {
-                let mut padded = vec![T::from_f32(f32::NAN); tokens * cols];
-                padded[..case.num_tokens() * cols].copy_from_slice(&values[..case.num_tokens() * cols]);
-                padded
-            };
-            x.write(&padded(&world.x, inputs));
-            y.write(&padded(&world.y, out));
-            let slots = world.loaded_slots(|slot| weights.get(slot));
-            routing.update(&Batch::new(&slots)).unwrap();
-            graph.replay();
-            let (got, mut expected) = (y.read::<T>(), world.expected(case));
-            expected.truncate(case.num_tokens() * out);
-            expected.resize(tokens * out, Expected::Untouched(T::from_f32(f32::NAN)));
-            let place = Place { rows: tokens, ..case.y() };
-            compare(place, &got, &expected, &format!("{tokens} tokens, step {}", case.seed)).unwrap();
-        }
-    }
-    let gpu = Gpu::new();
-    for &tokens in choose(&[16, 40, 512, 600][..], &[40, 520]) {
-        run::<half::bf16>(&gpu, Dtype::BF16, tokens);
-        run::<half::f16>(&gpu, Dtype::F16, tokens);
     }
 }
 

@@ -19,8 +19,9 @@ use aril::{
 use half::bf16;
 
 use crate::{
+    common::{adapters, adding},
     device::Gpu,
-    setup::{self, Setup, Spin, TOKENS},
+    setup::{Setup, Spin, TOKENS},
 };
 
 const FEATURES: usize = 1024;
@@ -48,7 +49,7 @@ fn a_step_sees_whole_adapters_while_others_load() {
     thread::scope(|threads| {
         let loader = threads.spawn(|| {
             for number in 1..=LOADS {
-                let adapter = setup::adapter(LAYERS, FEATURES, [64, 2, 16][number % 3], number as f32);
+                let adapter = adding::adapter(LAYERS, FEATURES, [64, 2, 16][number % 3], number as f32);
                 weights.load(0, &adapter.plan(weights.model(), DType::F32).unwrap()).unwrap();
                 loaded.store(number, Ordering::Release);
             }
@@ -195,7 +196,8 @@ fn dropped_reservations_give_their_room_back() {
     let spin = Spin::new(&setup.gpu);
     let [mut staging, mut other] = [(); 2].map(|()| Staging::new(&setup.gpu.queue).unwrap());
     let (large, small) = (setup.adapter(64, 9.0), setup.adapter(16, 8.0));
-    let broken = setup::of_values(LAYERS, FEATURES, 64, |layer| if layer + 1 == LAYERS { f32::NAN } else { 9.0 });
+    let broken = adding::modules(LAYERS, FEATURES, 64, |layer| if layer + 1 == LAYERS { f32::NAN } else { 9.0 });
+    let broken = adapters::adapter(&broken);
     let [large, small, broken] =
         [&large, &small, &broken].map(|adapter| adapter.plan(setup.model(), DType::F32).unwrap());
     let behind = [false, true].into_iter().flat_map(|behind| {

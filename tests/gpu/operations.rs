@@ -3,23 +3,28 @@
 use aril::{
     DType, Element, IntoSlices as _, Slices,
     adapter::Adapter,
-    cuda::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw},
+    cuda::{
+        self, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, WeightTable, Workspace,
+        raw,
+    },
     model::Model,
     plan::Capacity,
+    routing::Batch,
 };
 use cudarc::driver::{CudaView, CudaViewMut};
 use proptest::prelude::*;
 
 use crate::{
+    backend::Value,
     common::{
         case::{self, Layer, Subject},
-        compare::Place,
+        compare::{Place, compare},
         dense::{Case, Dense, Op, Site, Sizes, World, cases, check_overwriting},
         slices::SliceBuffers,
         small::{self, choose},
         values::{Dtype, Values},
     },
-    device::{Buffer, Gpu},
+    device::{Buffer, Gpu, load_slots},
     for_dtype,
 };
 
@@ -304,6 +309,76 @@ impl Raw<'_> {
     }
 }
 
+/// Slots of the tables of [`check_replays`].
+pub const REPLAYED_SLOTS: i32 = 4;
+
+/// Steps of a captured batch of `tokens` tokens: `case` makes each of a seed, the ranks of its adapters in two slices, and the slots of its
+/// live tokens.
+pub fn replayed<L: Layer>(
+    tokens: usize,
+    case: impl Fn(u64, &[[usize; 2]], Vec<i32>) -> case::Case<L>,
+) -> [case::Case<L>; 6] {
+    let step = |seed: u64, adapters: &[[usize; 2]], live: usize| {
+        let slot = |token: i32| (token * 5 + token / 3 + seed as i32) % (REPLAYED_SLOTS + 1) - 1;
+        case(seed, adapters, (0..live as i32).map(slot).collect())
+    };
+    [
+        step(1, &[[16, 8], [1, 0], [64, 64]], tokens),
+        step(2, &[[17, 0], [1, 30], [3, 128]], tokens - 1),
+        step(3, &[[128, 128], [0, 5]], tokens / 2),
+        step(4, &[], tokens),
+        step(5, &[[8, 8]], 1),
+        step(6, &[[33, 2], [100, 7], [5, 5]], tokens),
+    ]
+}
+
+/// A captured step follows its memory, to the bit: adapters of other ranks, other slots and fewer tokens between replays. `layer` makes of a
+/// table and a layer's id what records the operation, with x, y and the matrix that it writes.
+pub fn check_replays<T: Value, L: Layer, F>(
+    gpu: &Gpu,
+    steps: &[case::Case<L>],
+    tokens: usize,
+    layer: impl FnOnce(&WeightTable, L::Id) -> F,
+) where
+    F: FnMut(&mut Step<'_>, Matrix<'_, T>, Matrix<'_, T>, MatrixMut<'_, T>) -> Result<(), LaunchError>,
+{
+    let (queue, first) = (&gpu.queue, steps[0].world::<T>());
+    let capacity = Capacity::tokens(tokens).slots(REPLAYED_SLOTS as usize).rank(128);
+    let weights = WeightTable::new(queue, &first.model, T::DTYPE, capacity, 1 << 24).unwrap();
+    let mut routing = Routing::new(queue, capacity, 2).unwrap();
+    let mut workspace = Workspace::new(&weights).unwrap();
+    let mut record = layer(&weights, first.id);
+    let cols = [steps[0].x(), steps[0].y(), steps[0].target()].map(|place| place.cols);
+    let [mut x, mut y, mut target] = cols.map(|cols| cuda::Buffer::<T>::zeros(queue, tokens * cols).unwrap());
+    let mut graph = weights
+        .capture(&routing, tokens, &mut workspace, |step| {
+            let (x, y) = (Matrix::new(&x, tokens, cols[0])?, Matrix::new(&y, tokens, cols[1])?);
+            record(step, x, y, MatrixMut::new(&mut target, tokens, cols[2])?)
+        })
+        .unwrap();
+    for case in steps {
+        let (world, live) = (case.world::<T>(), case.num_tokens());
+        load_slots(&weights, &world.adapters);
+        // Rows without a token hold NaN, which stays NaN.
+        for (buffer, values) in [(&mut x, &world.x[..]), (&mut y, &world.y), (&mut target, world.target(case))] {
+            let len = buffer.len() / tokens * live;
+            let mut padded = vec![T::from_f32(f32::NAN); buffer.len()];
+            padded[..len].copy_from_slice(&values[..len]);
+            buffer.write(&padded).unwrap();
+        }
+        let slots = world.loaded_slots(|slot| weights.get(slot));
+        let batch = routing.update(&Batch::new(&slots)).unwrap();
+        graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
+        let mut got = vec![T::default(); target.len()];
+        target.read(&mut got).unwrap();
+        let (behind, mut expected) = (got.split_off(live * cols[2]), world.expected(case));
+        let context = format!("{tokens} tokens, step {}", case.seed);
+        assert!(behind.iter().all(|value| value.to_f32().is_nan()), "{context}: a row behind the tokens is not NaN");
+        expected.truncate(got.len());
+        compare(case.target(), &got, &expected, &context).unwrap();
+    }
+}
+
 /// The bits to compare, so that NaN equals NaN.
 pub fn bits<T: Element>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
@@ -400,7 +475,8 @@ fn a_tokens_bits_depend_on_nothing_else() {
     fn run<T: Element>(gpu: &Gpu, case: &Case) -> Result<(), TestCaseError> {
         let world = case.world::<T>();
         let mut eager = Raw { gpu, padded_tokens: 0, captured: false };
-        let first = eager.run(case, &world);
+        // Without the tokens after them: 512 rows run as small_m, and 513 as large_m.
+        let first = case.check_invariance::<T>(&mut eager, &[1, 16, 17, 512], case.num_tokens() / 3 + 1)?;
         prop_assert!(bits(&first) == bits(&eager.run(case, &world)), "twice differs\n{}", case.replay());
         // More than 512 rows take two launches, on wide tiles.
         let mut others = [
@@ -409,28 +485,6 @@ fn a_tokens_bits_depend_on_nothing_else() {
         ];
         for (name, subject) in &mut others {
             prop_assert!(bits(&first) == bits(&subject.run(case, &world)), "{name} differs\n{}", case.replay());
-        }
-        // Without the tokens after it: 512 rows run as small_m, and 513 as large_m.
-        for tokens in [1, 16, 17, 512].into_iter().filter(|&tokens| tokens < case.num_tokens()) {
-            let (mut fewer, mut world) = (case.clone(), case.world::<T>());
-            fewer.slots.truncate(tokens);
-            world.slots.truncate(tokens);
-            world.scales.iter_mut().for_each(|scales| scales.truncate(tokens));
-            let rows = ..case.y().at(tokens, 0);
-            let fewer = eager.run(&fewer, &world);
-            prop_assert!(bits(&first[rows]) == bits(&fewer[rows]), "{tokens} tokens differ\n{}", case.replay());
-        }
-        let mut alone = case.world::<T>();
-        for token in (0..case.num_tokens()).step_by(case.num_tokens() / 3 + 1) {
-            alone.slots.fill(-1);
-            alone.slots[token] = world.slots[token];
-            let row = case.y().at(token, 0)..case.y().at(token + 1, 0);
-            let alone = eager.run(case, &alone);
-            prop_assert!(
-                bits(&first[row.clone()]) == bits(&alone[row]),
-                "token {token} alone differs\n{}",
-                case.replay()
-            );
         }
         Ok(())
     }
@@ -449,29 +503,11 @@ fn a_tokens_bits_depend_on_nothing_else() {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_nan_is_its_own() {
-    fn run<T: Element>(gpu: &Gpu, case: &Case, padded_tokens: usize) -> Result<(), TestCaseError> {
-        let mut subject = Raw { gpu, padded_tokens, captured: false };
-        let mut world = case.world::<T>();
-        let expected = subject.run(case, &world);
-        let Some(token) = (case.seed as usize).checked_rem(case.num_tokens()) else { return Ok(()) };
-        let row = case.y().at(token, 0)..case.y().at(token, 0) + case.y().cols;
-        world.y[row.clone()].fill(T::from_f32(f32::NAN));
-        if !matches!(case.op, Op::Embedding { .. }) {
-            world.x[case.x().at(token, 0)..][..case.x().cols].fill(T::from_f32(f32::NAN));
-        }
-        let got = subject.run(case, &world);
-        prop_assert!(
-            bits(&got[..row.start]) == bits(&expected[..row.start])
-                && bits(&got[row.end..]) == bits(&expected[row.end..]),
-            "NaN has spread\n{}",
-            case.replay()
-        );
-        Ok(())
-    }
     let gpu = Gpu::new();
     let sizes = Sizes { max_tokens: 80, ..Sizes::large() };
     for padded_tokens in [0, choose(1100, 520)] {
-        property(80, cases(sizes), |case| for_dtype!(case, run(&gpu, &case, padded_tokens)));
+        let subject = || Raw { gpu: &gpu, padded_tokens, captured: false };
+        property(80, cases(sizes), |case| for_dtype!(case.check_nan(&mut subject())));
     }
 }
 
@@ -720,5 +756,28 @@ fn offsets_are_64_bits_wide() {
         let row = gpu.stream.clone_dtoh(&y.slice(token * STRIDE..token * STRIDE + cols)).unwrap();
         gpu.synchronize();
         assert_eq!(row, &expected[token * cols..][..cols], "token {token}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_replay_sees_what_changed() {
+    fn run<T: Value>(gpu: &Gpu, dtype: Dtype, tokens: usize) {
+        let steps = replayed(tokens, |seed, ranks, slots| {
+            // The first slice twice.
+            let ranks: Vec<_> = ranks.iter().map(|&[first, second]| [first, second, first]).collect();
+            let adapters: Vec<_> = ranks.iter().map(|ranks| &ranks[..]).collect();
+            Case { dtype, seed, ..Case::linear(choose(1100, 264), &[264, 72, 40], &adapters, slots) }
+        });
+        check_replays::<T, _, _>(gpu, &steps, tokens, |weights, id| {
+            let Site::Linear(id) = id else { unreachable!("the layer is linear") };
+            let layer = LoraLinear::new(weights, id).unwrap();
+            move |step, x, _, y| layer.add_delta(step, x, y)
+        });
+    }
+    let gpu = Gpu::new();
+    for &tokens in choose(&[16, 40, 512, 600][..], &[40, 520]) {
+        run::<half::bf16>(&gpu, Dtype::BF16, tokens);
+        run::<half::f16>(&gpu, Dtype::F16, tokens);
     }
 }

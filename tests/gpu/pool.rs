@@ -11,7 +11,7 @@ use aril::{
     adapter::Adapter,
     cuda::{AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Routing, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{LinearId, Model},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId, Tier},
     routing::Batch,
@@ -19,12 +19,9 @@ use aril::{
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
-    common::{
-        adapters::{self, Lora},
-        small::choose,
-    },
+    common::{adapters, adding, small::choose},
     device::Gpu,
-    setup::{self, Spin, TOKENS, add_deltas},
+    setup::{Spin, TOKENS, add_deltas},
 };
 
 const LAYERS: usize = 4;
@@ -33,13 +30,6 @@ const FEATURES: usize = 512;
 const ADAPTER_BYTES: usize = LAYERS * 2 * 16 * FEATURES * size_of::<f32>() + 256;
 /// Steps that are enqueued before the host looks at the first one.
 const DEPTH: usize = 6;
-
-fn model(layers: usize) -> (Model, Vec<LinearId>) {
-    let mut spec = ModelSpec::new();
-    let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, FEATURES).slice("m", FEATURES);
-    let ids = (0..layers).map(|i| spec.linear(layer(i)).unwrap()).collect();
-    (spec.shard(TpRank::SINGLE).unwrap(), ids)
-}
 
 /// A compute stream with a pool's table, and the operands of its steps.
 struct Lane {
@@ -146,7 +136,7 @@ impl Setup {
     fn of(layers: usize, slots: usize, [arena, host]: [usize; 2]) -> Self {
         let first = Gpu::new();
         let second = Gpu::in_context(Arc::clone(&first.context));
-        let (model, ids) = model(layers);
+        let (model, ids) = adding::model(layers, FEATURES);
         let capacity = Capacity::tokens(TOKENS).slots(slots).rank(64);
         let config = PoolConfig::arena_bytes(arena).host_bytes(host).poisoning();
         let mut pool = AdapterPool::new(&first.queue, &model, DType::F32, capacity, config).unwrap();
@@ -157,7 +147,7 @@ impl Setup {
     }
 
     fn adding(&mut self, rank: usize, value: f32) -> AdapterId {
-        let adapter = Arc::new(setup::adapter(LAYERS, FEATURES, rank, value));
+        let adapter = Arc::new(adding::adapter(LAYERS, FEATURES, rank, value));
         self.pool.register(Source::memory(adapter, &self.model, DType::F32).unwrap()).unwrap()
     }
 
@@ -339,7 +329,7 @@ fn what_cannot_be_enqueued_is_refused() {
     assert_eq!(setup.pool.residency(ids[1]).unwrap().tier, Tier::Device);
     let weights = &setup.lanes[0].weights;
     assert!(matches!(weights.unload(0), Err(LoadError::Slot(SlotError::Pooled))));
-    let adapter = setup::adapter(LAYERS, FEATURES, 8, 9.0);
+    let adapter = adding::adapter(LAYERS, FEATURES, 8, 9.0);
     let image = adapter.plan(&setup.model, DType::F32).unwrap();
     assert!(matches!(weights.load(0, &image), Err(LoadError::Slot(SlotError::Pooled))));
     assert!(!weights.fits(&image));
@@ -506,12 +496,9 @@ const LARGE_BYTES: usize = MANY_LAYERS * 2 * MAX_RANK * FEATURES * size_of::<f32
 
 /// A large adapter that adds `value`, and `last` in its last layer, whose B is behind the gate.
 fn gated(value: f32, last: f32, gate: &Arc<Gate>) -> Adapter {
-    let layer = |layer: usize| {
-        let value = if layer + 1 == MANY_LAYERS { last } else { value };
-        Lora::adding(format!("layers.{layer}.m"), [FEATURES; 2], MAX_RANK, value)
-    };
+    let value = |layer| if layer + 1 == MANY_LAYERS { last } else { value };
     let behind_gate = format!("layers.{}.m.lora_B.weight", MANY_LAYERS - 1);
-    adapters::owned_by(&(0..MANY_LAYERS).map(layer).collect::<Vec<_>>(), |name, bytes| {
+    adapters::owned_by(&adding::modules(MANY_LAYERS, FEATURES, MAX_RANK, value), |name, bytes| {
         Gated(bytes, name.ends_with(&behind_gate).then(|| Arc::clone(gate)))
     })
 }
@@ -547,7 +534,7 @@ fn adapters_are_copied_while_they_are_read() {
     let mut setup = Setup::of(MANY_LAYERS, 2, [5 * LARGE_BYTES, 8 * LARGE_BYTES]);
     let gate = Arc::new(Gate::default());
     let plain = [1.0, 2.0].map(|value| {
-        let adapter = Arc::new(setup::adapter(MANY_LAYERS, FEATURES, MAX_RANK, value));
+        let adapter = Arc::new(adding::adapter(MANY_LAYERS, FEATURES, MAX_RANK, value));
         (setup.pool.register(Source::memory(adapter, &setup.model, DType::F32).unwrap()).unwrap(), value)
     });
     for round in 0..choose(10, 4) {

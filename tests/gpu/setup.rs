@@ -7,7 +7,7 @@ use aril::{
     adapter::Adapter,
     cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Step, WeightTable, Workspace},
     error::LoadError,
-    model::{Linear, Model, ModelSpec, Parallel, TpRank},
+    model::Model,
     plan::Capacity,
     routing::Batch,
 };
@@ -19,6 +19,7 @@ use cudarc::{
 use crate::{
     common::{
         adapters::{self, Lora},
+        adding,
         case::loaded_slots,
     },
     device::Gpu,
@@ -48,10 +49,7 @@ impl Setup {
     }
 
     pub fn on(gpu: Gpu, num_layers: usize, features: usize, arena_bytes: usize) -> Self {
-        let mut spec = ModelSpec::new();
-        let layer = |i| Linear::new(format!("layers.{i}"), Parallel::Replicated, features).slice("m", features);
-        let ids: Vec<_> = (0..num_layers).map(|i| spec.linear(layer(i)).unwrap()).collect();
-        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let (model, ids) = adding::model(num_layers, features);
         let capacity = Capacity::tokens(TOKENS).slots(SLOTS).rank(MAX_RANK);
         let weights = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
         let mut x = Buffer::zeros(&gpu.queue, TOKENS * features).unwrap();
@@ -73,7 +71,7 @@ impl Setup {
     }
 
     pub fn adapter(&self, rank: usize, value: f32) -> Adapter {
-        adapter(self.layers.len(), self.features, rank, value)
+        adding::adapter(self.layers.len(), self.features, rank, value)
     }
 
     pub fn load(&self, slot: usize, rank: usize, value: f32) -> Result<Slot, LoadError> {
@@ -101,15 +99,11 @@ impl Setup {
     pub fn added(&self) -> [f32; TOKENS] {
         let mut y = vec![f32::NAN; self.y.len()];
         self.y.read(&mut y).unwrap();
+        let rows = adding::added(&y, self.features);
         std::array::from_fn(|token| {
-            let rows =
-                (0..self.layers.len()).map(|layer| &y[(layer * TOKENS + token) * self.features..][..self.features]);
-            let first = y[token * self.features];
-            for (layer, row) in rows.enumerate() {
-                let other = row.iter().find(|&&value| value != first);
-                assert!(other.is_none(), "token {token} has {first}, and {other:?} in layer {layer}");
-            }
-            first
+            let mut layers = rows[token..].iter().step_by(TOKENS);
+            assert!(layers.all(|value| *value == rows[token]), "token {token} has {rows:?} in the layers");
+            rows[token]
         })
     }
 
@@ -168,17 +162,6 @@ pub fn add_deltas(
         layer.add_delta(step, x, y)?;
     }
     Ok(())
-}
-
-/// An adapter whose layers each add `value` where x is ones. `rank` and `features` are powers of two.
-pub fn adapter(num_layers: usize, features: usize, rank: usize, value: f32) -> Adapter {
-    of_values(num_layers, features, rank, |_| value)
-}
-
-/// The same, of a value for each layer.
-pub fn of_values(num_layers: usize, features: usize, rank: usize, value: impl Fn(usize) -> f32) -> Adapter {
-    let module = |layer: usize| Lora::adding(format!("layers.{layer}.m"), [features; 2], rank, value(layer));
-    adapters::adapter(&(0..num_layers).map(module).collect::<Vec<_>>())
 }
 
 /// A kernel that keeps a stream busy for a given time. It always ends, by the clock.

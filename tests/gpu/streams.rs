@@ -3,16 +3,16 @@
 use aril::{
     DType,
     cuda::{Kernels, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace, raw::Stream},
-    model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
 };
 use cudarc::driver::{CudaContext, result};
 
 use crate::{
+    common::adding,
     device::{Gpu, load_slots},
     limit::Limit,
-    setup::{adapter, slots_of},
+    setup::slots_of,
 };
 
 #[path = "../../examples/engine_graphs.rs"]
@@ -29,9 +29,7 @@ const SLOTS: usize = 3;
 fn a_queue_of_a_bare_stream_is_like_any_other() {
     let gpu = Gpu::new();
     let bare = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("layers.0", Parallel::Replicated, FEATURES).slice("m", FEATURES)).unwrap();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let (model, ids) = adding::model(1, FEATURES);
     let capacity = Capacity::tokens(SLOTS).slots(SLOTS).rank(RANK);
     for round in [0.0, 10.0] {
         // SAFETY: the stream is of this context, and destroyed after what is on it.
@@ -40,7 +38,7 @@ fn a_queue_of_a_bare_stream_is_like_any_other() {
         let same = unsafe { Queue::from_raw(&gpu.kernels, Stream::from_raw(bare.cast())) }.unwrap();
         let bytes = WeightTable::arena_bytes_for(&model, DType::F32, capacity);
         let weights = WeightTable::new(&queue, &model, DType::F32, capacity, bytes).unwrap();
-        let layer = LoraLinear::new(&weights, id).unwrap();
+        let layer = LoraLinear::new(&weights, ids[0]).unwrap();
         let (mut routing, mut workspace) =
             (Routing::new(&same, capacity, 2).unwrap(), Workspace::new(&weights).unwrap());
         let buffer = || aril::cuda::Buffer::<f32>::zeros(&queue, SLOTS * FEATURES).unwrap();
@@ -53,7 +51,7 @@ fn a_queue_of_a_bare_stream_is_like_any_other() {
             })
             .unwrap();
         for replaced in [1.0, 2.0] {
-            let adapters = [0.0, 1.0, 2.0].map(|slot| adapter(1, FEATURES, RANK, round + replaced + slot));
+            let adapters = [0.0, 1.0, 2.0].map(|slot| adding::adapter(1, FEATURES, RANK, round + replaced + slot));
             load_slots(&weights, &adapters);
             y.write(&[0.0; SLOTS * FEATURES]).unwrap();
             let slots = slots_of(&weights, &[0, 1, 2]);

@@ -8,16 +8,13 @@ use aril::{
     },
     cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
     error::{LoadError, SlotError},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
 };
 
 use crate::{
-    common::{
-        adapters::{self, Lora},
-        small::choose,
-    },
+    common::{adding, small::choose},
     device::Gpu,
     setup::{Spin, slots_of},
 };
@@ -26,7 +23,7 @@ const FEATURES: usize = 128;
 
 /// An adapter that adds `value` times the sum of x.
 fn adapter(rank: usize, value: f32) -> Adapter {
-    adapters::adapter(&[Lora::adding("m.q", [FEATURES; 2], rank, value * FEATURES as f32)])
+    adding::adapter(1, FEATURES, rank, value * FEATURES as f32)
 }
 
 struct Setup {
@@ -39,12 +36,10 @@ struct Setup {
 impl Setup {
     fn new(arena_bytes: usize) -> Self {
         let gpu = Gpu::new();
-        let mut spec = ModelSpec::new();
-        let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-        let model = spec.shard(TpRank::SINGLE).unwrap();
+        let (model, ids) = adding::model(1, FEATURES);
         let capacity = Capacity::tokens(4).slots(4).rank(64);
         let weights = WeightTable::new(&gpu.queue, &model, DType::F32, capacity, arena_bytes).unwrap();
-        Self { gpu, model, id, weights }
+        Self { gpu, model, id: ids[0], weights }
     }
 
     fn load(&self, slot: usize, rank: usize, value: f32) -> Result<Slot, LoadError> {

@@ -21,9 +21,12 @@ use super::{
     ADAPTERS, BYTES, Captured, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, adapter, capacity,
     routing_capacity, spec,
 };
-use crate::backend::{
-    self, AdapterPool, Backend, Elements, Error, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation, Routing,
-    Staging, Step, Tiers, WeightTable, Workspace, refused,
+use crate::{
+    backend::{
+        self, AdapterPool, Backend, Elements, Error, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation,
+        Routing, Staging, Step, Tiers, WeightTable, Workspace, refused,
+    },
+    common::adding,
 };
 
 /// Rows of the operands, more than any batch has.
@@ -208,8 +211,7 @@ fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, x: &Elements, y: &mut Elem
 fn added(y: &Elements) -> Vec<f32> {
     let mut all = vec![f32::NAN; ROWS * FEATURES];
     backend::read(y, &mut all);
-    let rows = all.chunks(FEATURES);
-    rows.inspect(|row| assert!(row.iter().all(|value| *value == row[0]))).map(|row| row[0]).collect()
+    adding::added(&all, FEATURES)
 }
 
 /// The loader of an engine.

@@ -30,7 +30,7 @@ use aril::{
 
 use crate::{
     backend::{AdapterPool, Backend, Elements, LoraLinear, Matrix, MatrixMut, Routing, WeightTable, Workspace, read},
-    common::adapters::{self, Lora},
+    common::adding,
 };
 
 const FEATURES: usize = 64;
@@ -56,18 +56,17 @@ pub struct World<'a> {
 }
 
 pub fn model() -> (Model, LinearId) {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-    (spec.shard(TpRank::SINGLE).unwrap(), id)
+    let (model, ids) = adding::model(1, FEATURES);
+    (model, ids[0])
 }
 
 pub fn capacity() -> Capacity {
     Capacity::tokens(TOKENS).slots(SLOTS).rank(RANK)
 }
 
-/// An adapter of a module that adds `value` where x is ones.
-pub fn adapter(module: &str, rank: usize, value: f32) -> Adapter {
-    adapters::adapter(&[Lora::adding(module, [FEATURES; 2], rank, value)])
+/// An adapter of this rank that adds `value` where x is ones.
+pub fn adapter(rank: usize, value: f32) -> Adapter {
+    adding::adapter(1, FEATURES, rank, value)
 }
 
 impl<'a> World<'a> {
@@ -89,7 +88,7 @@ impl<'a> World<'a> {
     }
 
     pub fn load(&self, weights: &WeightTable, slot: usize, value: f32) -> Result<Slot, LoadError> {
-        let adapter = adapter("m.q", RANK, value);
+        let adapter = adapter(RANK, value);
         weights.load(slot, &adapter.plan(&self.model, DType::F32).unwrap())
     }
 
@@ -99,7 +98,7 @@ impl<'a> World<'a> {
     }
 
     fn source(&self, value: f32) -> Source {
-        Source::memory(Arc::new(adapter("m.q", RANK, value)), &self.model, DType::F32).unwrap()
+        Source::memory(Arc::new(adapter(RANK, value)), &self.model, DType::F32).unwrap()
     }
 
     fn pool(&self) -> AdapterPool {
@@ -200,7 +199,7 @@ const MISTAKES: &[Mistake] = &[
             let slots = [world.slot()];
             let batch = Batch::new(&slots);
             let batch = world.routing.update(&batch)?;
-            let adapter = adapter("m.q", RANK, 5.0);
+            let adapter = adapter(RANK, 5.0);
             world.weights.load(0, &adapter.plan(&world.model, DType::F32)?)?;
             Ok(world.weights.step(&batch, &mut world.workspace).map(drop)?)
         },
@@ -352,15 +351,15 @@ const MISTAKES: &[Mistake] = &[
     Mistake {
         number: 9,
         what: "an adapter is of another model",
-        error: "m.v",
-        make: |world| Ok(adapter("m.v", RANK, 1.0).plan(&world.model, DType::F32).map(drop)?),
+        error: "layers.1.m",
+        make: |world| Ok(adding::adapter(2, FEATURES, RANK, 1.0).plan(&world.model, DType::F32).map(drop)?),
     },
     Mistake {
         number: 9,
         what: "an adapter was planned for another description",
         error: "the adapter was planned for another model or tensor-parallel rank than the table's",
         make: |world| {
-            let (adapter, (other, _)) = (adapter("m.q", RANK, 1.0), model());
+            let (adapter, (other, _)) = (adapter(RANK, 1.0), model());
             Ok(world.weights.load(0, &adapter.plan(&other, DType::F32)?).map(drop)?)
         },
     },
@@ -370,10 +369,10 @@ const MISTAKES: &[Mistake] = &[
         error: "the adapter was planned for another model or tensor-parallel rank than the table's",
         make: |world| {
             let mut spec = ModelSpec::new();
-            spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", FEATURES))?;
+            spec.linear(Linear::new("layers.0", Parallel::Column, FEATURES).slice("m", FEATURES))?;
             let [own, other] = [0, 1].map(|rank| spec.shard(TpRank::new(rank, 2).unwrap()).unwrap());
             let weights = world.backend.table(&own, DType::F32, capacity(), 16 * BYTES)?;
-            Ok(weights.load(0, &adapter("m.q", RANK, 1.0).plan(&other, DType::F32)?).map(drop)?)
+            Ok(weights.load(0, &adapter(RANK, 1.0).plan(&other, DType::F32)?).map(drop)?)
         },
     },
     Mistake {
@@ -381,7 +380,7 @@ const MISTAKES: &[Mistake] = &[
         what: "a pool's source is of another description",
         error: "the adapter was planned for another model or tensor-parallel rank than the table's",
         make: |world| {
-            let source = Source::memory(Arc::new(adapter("m.q", RANK, 1.0)), &model().0, DType::F32)?;
+            let source = Source::memory(Arc::new(adapter(RANK, 1.0)), &model().0, DType::F32)?;
             Ok(world.pool().register(source).map(drop)?)
         },
     },
@@ -391,7 +390,7 @@ const MISTAKES: &[Mistake] = &[
         error: "the adapter was loaded into memory reserved in another table",
         make: |world| {
             let other = world.backend.table(&world.model, DType::F32, capacity(), 16 * BYTES)?;
-            let adapter = adapter("m.q", RANK, 1.0);
+            let adapter = adapter(RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
             Ok(other.commit(0, filled).map(drop)?)
@@ -402,7 +401,7 @@ const MISTAKES: &[Mistake] = &[
         what: "room that was reserved for an adapter is filled with another one of the same size",
         error: "the image, of 10240 bytes, is not the one that 10240 bytes were reserved for",
         make: |world| {
-            let [adapter, other] = [1.0, 2.0].map(|value| adapter("m.q", RANK, value));
+            let [adapter, other] = [1.0, 2.0].map(|value| adapter(RANK, value));
             let room = world.weights.reserve(&adapter.plan(&world.model, DType::F32)?)?;
             let filled = room.fill(&other.plan(&world.model, DType::F32)?, &mut world.weights.staging()?);
             Ok(filled.map(drop)?)
@@ -413,7 +412,7 @@ const MISTAKES: &[Mistake] = &[
         what: "an adapter is committed to a slot that does not exist",
         error: "slot 99 is not one of the table's 2 slots",
         make: |world| {
-            let adapter = adapter("m.q", RANK, 1.0);
+            let adapter = adapter(RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let filled = world.weights.reserve(&image)?.fill(&image, &mut world.weights.staging()?)?;
             Ok(world.weights.commit(99, filled).map(drop)?)
@@ -424,7 +423,7 @@ const MISTAKES: &[Mistake] = &[
         what: "the code that watches a load panics",
         error: "on purpose",
         make: |world| {
-            let adapter = adapter("m.q", RANK, 1.0);
+            let adapter = adapter(RANK, 1.0);
             let image = adapter.plan(&world.model, DType::F32)?;
             let load =
                 || world.weights.load_with_progress(1, &image, |_| std::panic::resume_unwind(Box::new("on purpose")));
@@ -451,7 +450,7 @@ const MISTAKES: &[Mistake] = &[
         what: "an adapter's rank is above the capacity",
         error: "the adapter has rank 16, but the table accepts ranks up to 8",
         make: |world| {
-            let adapter = adapter("m.q", 16, 1.0);
+            let adapter = adapter(16, 1.0);
             Ok(world.weights.load(0, &adapter.plan(&world.model, DType::F32)?).map(drop)?)
         },
     },
@@ -460,7 +459,7 @@ const MISTAKES: &[Mistake] = &[
         what: "an image has another element type than the table",
         error: "the adapter was planned as f16, but the table holds f32",
         make: |world| {
-            let adapter = adapter("m.q", RANK, 1.0);
+            let adapter = adapter(RANK, 1.0);
             Ok(world.weights.load(0, &adapter.plan(&world.model, DType::F16)?).map(drop)?)
         },
     },

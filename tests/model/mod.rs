@@ -16,13 +16,13 @@ use aril::{
     adapter::{Adapter, SlotImage},
     error::{LoadError, OperandError, SlotError},
     group::GroupError,
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{LinearId, Model},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
 };
 use proptest::prelude::*;
 
-use crate::common::adapters::{self, Lora};
+use crate::common::{adapters, adding};
 
 pub const FEATURES: usize = 256;
 /// Slots of each table.
@@ -54,9 +54,8 @@ pub fn routing_capacity(routing: usize) -> Capacity {
 }
 
 pub fn spec() -> (Model, LinearId) {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-    (spec.shard(TpRank::SINGLE).unwrap(), id)
+    let (model, ids) = adding::model(1, FEATURES);
+    (model, ids[0])
 }
 
 /// Weights, or a panic of whoever reads them.
@@ -71,8 +70,7 @@ impl AsRef<[u8]> for Weights {
 
 /// An adapter that adds `value` where x is ones.
 fn adapter(rank: usize, value: f32, panics: bool) -> Adapter {
-    let module = Lora::adding("m.q", [FEATURES; 2], rank, value);
-    adapters::owned_by(&[module], |_, bytes| Weights(bytes, panics))
+    adapters::owned_by(&adding::modules(1, FEATURES, rank, |_| value), |_, bytes| Weights(bytes, panics))
 }
 
 /// The tables.

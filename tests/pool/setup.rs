@@ -10,13 +10,16 @@ use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
     cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Workspace},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    model::{LinearId, Model},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
     routing::Batch,
 };
 
-use crate::common::adapters::{Lora, Parts, parts, write};
+use crate::common::{
+    adapters::{Parts, parts, write},
+    adding,
+};
 
 pub const FEATURES: usize = 256;
 /// Size of an adapter of rank 1 or 8: A and B are padded to 8 ranks.
@@ -30,19 +33,17 @@ pub struct Setup {
 }
 
 pub fn model() -> (Model, LinearId) {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Replicated, FEATURES).slice("q", FEATURES)).unwrap();
-    (spec.shard(TpRank::SINGLE).unwrap(), id)
+    let (model, ids) = adding::model(1, FEATURES);
+    (model, ids[0])
 }
 
 /// The parts of an adapter that adds `value` where x is ones. `rank` is a power of two.
 pub fn adding(rank: usize, value: f32) -> Parts {
-    parts(1.0, &[Lora::adding("m.q", [FEATURES; 2], rank, value)])
+    parts(1.0, &adding::modules(1, FEATURES, rank, |_| value))
 }
 
 pub fn adapter(rank: usize, value: f32) -> Arc<Adapter> {
-    let (config, tensors) = adding(rank, value);
-    Arc::new(Adapter::from_tensors(&config, tensors).unwrap())
+    Arc::new(adding::adapter(1, FEATURES, rank, value))
 }
 
 /// An adapter whose weights, all ones, are only there once a lock is free.
@@ -64,7 +65,7 @@ pub fn from_handle(handle: impl AsRef<[u8]> + Send + Sync + 'static) -> Arc<Adap
     let handle: Arc<dyn AsRef<[u8]> + Send + Sync> = Arc::new(handle);
     let part = |shape: [usize; 2]| Tensor::part(DType::F32, shape, Arc::clone(&handle), 0..FEATURES * 4).unwrap();
     let tensors = [("A", [1, FEATURES]), ("B", [FEATURES, 1])]
-        .map(|(side, shape)| (format!("m.q.lora_{side}.weight"), part(shape)));
+        .map(|(side, shape)| (format!("layers.0.m.lora_{side}.weight"), part(shape)));
     Arc::new(Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, tensors).unwrap())
 }
 
@@ -137,8 +138,7 @@ impl Setup {
         let mut step = self.pool.step(STREAM, &batch, &mut workspace).unwrap();
         let y_matrix = MatrixMut::new(&mut y, rows, FEATURES).unwrap();
         self.layer.add_delta(&mut step, Matrix::new(&x, rows, FEATURES).unwrap(), y_matrix).unwrap();
-        let rows = y.chunks(FEATURES);
-        rows.inspect(|row| assert!(row.iter().all(|value| *value == row[0]))).map(|row| row[0]).collect()
+        adding::added(&y, FEATURES)
     }
 
     /// Unregisters all adapters. Then every byte and slot is free.
