@@ -14,8 +14,10 @@ mod shared_memory;
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 mod thresholds;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::capacity::limit;
+pub(crate) use self::linear::check_outputs;
 use self::thresholds::{MAILBOX_HEADER, WORD_BYTES};
-pub(crate) use self::{capacity::limit, linear::check_outputs};
 pub use self::{
     capacity::{Capacity, RouteCapacity},
     error::PlanError,

@@ -25,8 +25,8 @@ use crate::{
 /// [`wait_for`](Self::wait_for).
 /// [`pool`](crate::pool) has the whole story.
 ///
-/// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, [`SimulatedPool`](super::SimulatedPool), and
-/// [`GroupPool`](crate::group::GroupPool) on the ranks of a group are pools of one backend each.
+/// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, and [`GroupPool`](crate::group::GroupPool) on the
+/// ranks of a group are pools of one backend each.
 #[doc(alias = "LoRAModelManager")]
 pub struct AdapterPool<B: Backend> {
     pub(super) core: Core,

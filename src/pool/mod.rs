@@ -11,7 +11,6 @@ mod handles;
 mod loaders;
 #[cfg(feature = "metrics")]
 mod metrics;
-mod simulated;
 mod source;
 
 pub use self::{
@@ -20,7 +19,6 @@ pub use self::{
     counters::{Counters, Residency, Snapshot, Tier},
     error::PoolError,
     handles::{AdapterId, CacheNamespace, Lease, Load, StreamId, Version},
-    simulated::{Simulated, SimulatedPool, Work},
     source::Source,
 };
 pub(crate) use self::{

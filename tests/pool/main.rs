@@ -19,5 +19,4 @@ mod leases;
 mod model;
 mod residency;
 mod setup;
-mod simulated;
 mod threads;
