@@ -1,6 +1,6 @@
 //! Errors as the OpenAI API has them.
 
-use std::{fmt::Display, io};
+use std::io;
 
 use axum::{
     Json,
@@ -99,14 +99,15 @@ impl ApiError {
         Self { param: Some(param), ..self }
     }
 
-    /// That of a part of a request, which is named: what is not found there is no address.
+    /// That of an adapter in the list of `lora_path`: what is not found there is no address.
     #[must_use]
-    pub(crate) fn within(self, part: impl Display) -> Self {
-        let message = format!("`{part}`: {}", self.message);
-        match self.status {
+    pub(crate) fn of_adapter(self, index: usize) -> Self {
+        let message = format!("`lora_path[{index}]`: {}", self.message);
+        let error = match self.status {
             StatusCode::NOT_FOUND => Self::bad_request(message),
             _ => Self { message: shown(&message), ..self },
-        }
+        };
+        error.of("lora_path")
     }
 
     pub(crate) fn message(&self) -> &str {

@@ -23,7 +23,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::{
     Server, Shared, body,
     error::{ApiError, ApiResult},
-    request::{Asked, Echo, Format, Job, Prompt, StreamedUsage},
+    request::{Asked, Echo, Format, Job, Model, Prompt, StreamedUsage},
     text::{Added, Place, Text},
 };
 use crate::{
@@ -277,8 +277,13 @@ impl Server {
     }
 
     pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
+        let of_list = |model: &Model, error: ApiError| match model.index {
+            Some(index) => error.of_adapter(index),
+            None => error,
+        };
         for Prompt { model, .. } in job.prompts.iter_mut().filter(|prompt| prompt.model.is_sought) {
-            model.adapter = self.find(&model.name, job.access.arrival.deadline).await?.adapter();
+            let found = self.find(&model.name, job.access.arrival.deadline).await;
+            model.adapter = found.map_err(|error| of_list(model, error))?.adapter();
         }
         job.access.note_prompts(&job.prompts);
         let choices = loop {
@@ -289,7 +294,7 @@ impl Server {
             // The version may have been replaced since the request was read.
             let mut is_replaced = false;
             for Prompt { model, .. } in job.prompts.iter_mut().filter(|_| matches!(failure, Failure::Unloaded)) {
-                let now = self.resolve(&model.name)?.adapter();
+                let now = self.resolve(&model.name).map_err(|error| of_list(model, error))?.adapter();
                 is_replaced |= std::mem::replace(&mut model.adapter, now) != now;
             }
             if !is_replaced {

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use axum::{Json, extract::State, response::Response};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -11,7 +10,7 @@ use super::{
     error::{ApiError, ApiResult},
     fields::{Fields, On},
     generate::Addition,
-    request::{Job, Prompt, Prompts, check_choices},
+    request::{Job, OneOrEach, Prompt, Prompts, check_choices},
 };
 
 /// The fields of `sampling_params`: SGLang's name, that of a completion, and the value of a request that does not say, in JSON. As in
@@ -39,14 +38,6 @@ const SAMPLING: &[(&str, &str, &str)] = &[
 
 /// New tokens of a request that does not say.
 const MAX_NEW_TOKENS: usize = 128;
-
-/// One value for all texts, or one for each.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum OneOrEach<T> {
-    Each(Vec<T>),
-    One(T),
-}
 
 impl<T: Clone> OneOrEach<T> {
     /// The value of each of `count` texts, which are a list or one text.

@@ -73,6 +73,8 @@ pub(super) struct Model {
     pub(super) adapter: Option<AdapterId>,
     /// Whether the adapter is to be loaded first.
     pub(super) is_sought: bool,
+    /// Its place in the list of `lora_path`, if it has one there.
+    pub(super) index: Option<usize>,
 }
 
 impl Model {
@@ -124,29 +126,16 @@ pub(super) enum StreamedUsage {
     Each,
 }
 
+/// One value, or a list of values.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum OneOrMany<T> {
+pub(super) enum OneOrEach<T, E = T> {
+    Each(Vec<E>),
     One(T),
-    Many(Vec<T>),
-}
-
-impl<T> OneOrMany<T> {
-    fn into_vec(self) -> Vec<T> {
-        match self {
-            Self::One(one) => vec![one],
-            Self::Many(many) => many,
-        }
-    }
 }
 
 /// SGLang's `lora_path`: an adapter of all prompts, or one of each, where null stands for the base model.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-pub(super) enum LoraPath {
-    All(String),
-    Each(Vec<Value>),
-}
+type LoraPath = OneOrEach<String, Value>;
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
@@ -304,16 +293,16 @@ impl Server {
         list: Option<usize>,
     ) -> ApiResult<Vec<Model>> {
         const NAME: &str = "lora_path";
-        let find = |path: Option<String>| -> ApiResult<Model> {
+        let find = |path: Option<String>, index| -> ApiResult<Model> {
             let name = self.name_of(model.clone(), path)?;
             let served = self.resolve_or_find(&name)?;
-            Ok(Model { name, adapter: served.and_then(Served::adapter), is_sought: served.is_none() })
+            Ok(Model { name, adapter: served.and_then(Served::adapter), is_sought: served.is_none(), index })
         };
         let paths = match (path, list) {
-            (None, _) => return Ok(vec![find(None)?]),
-            (Some(LoraPath::All(path)), _) => return Ok(vec![find(Some(path))?]),
+            (None, _) => return Ok(vec![find(None, None)?]),
+            (Some(LoraPath::One(path)), _) => return Ok(vec![find(Some(path), None)?]),
             // It is not taken without a flag, whatever its length.
-            (Some(LoraPath::Each(_)), _) if !self.takes_lora_path => return Ok(vec![find(Some(String::from("-")))?]),
+            (Some(LoraPath::Each(_)), _) if !self.takes_lora_path => return Ok(vec![find(Some("-".into()), None)?]),
             (Some(LoraPath::Each(_)), None) => {
                 return Err(refused(NAME, format!("`{NAME}` is a list, and the prompt is not.")));
             }
@@ -328,7 +317,7 @@ impl Server {
                 Value::String(path) => Some(path),
                 other => return Err(refused(NAME, format!("`{NAME}[{index}]` must be a text or null, got {other}."))),
             };
-            find(path).map_err(|error| error.within(format_args!("{NAME}[{index}]")).of(NAME))
+            find(path, Some(index)).map_err(|error| error.of_adapter(index))
         };
         paths.into_iter().enumerate().map(find).collect()
     }
@@ -349,8 +338,11 @@ impl Server {
         logprobs: Option<usize>,
         access: Arc<Access>,
     ) -> ApiResult<(Job, Arc<Asked>)> {
-        let stop: Option<OneOrMany<String>> = fields.take("stop")?;
-        let stop = stop.map(OneOrMany::into_vec).unwrap_or_default();
+        let stop = match fields.take("stop")? {
+            Some(OneOrEach::One(stop)) => vec![stop],
+            Some(OneOrEach::Each(stop)) => stop,
+            None => Vec::new(),
+        };
         if stop.iter().any(String::is_empty) || stop.len() > MAX_STOPS {
             return Err(refused("stop", format!("stop has up to {MAX_STOPS} strings, none of which is empty.")));
         }

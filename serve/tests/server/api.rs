@@ -2,128 +2,9 @@
 
 use std::{fs, time::Duration};
 
-use futures_util::future::join_all;
-use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 use crate::client::{QUESTION, Server, chunks, error, fixture, text};
-
-/// Every adapter of every fixture, greedy: the tokens of transformers and PEFT.
-#[tokio::test(flavor = "multi_thread")]
-async fn token_ids_are_those_of_the_goldens() {
-    let models = [
-        ("qwen3", "adapters", vec!["base-only", "mixed", "one-question"]),
-        ("qwen3-untied", "adapters-untied", vec!["untied"]),
-        ("qwen3-moe", "adapters-moe", vec!["moe"]),
-        ("qwen3-moe-int4", "adapters-moe", vec!["moe-int4"]),
-    ];
-    for (model, adapters, batches) in models {
-        let mut modules = Vec::new();
-        for entry in fs::read_dir(fixture(adapters)).expect("the adapters are there") {
-            let entry = entry.expect("the adapters can be listed");
-            modules.push(format!("{}={}", entry.file_name().display(), entry.path().display()));
-        }
-        let mut args = vec!["--enable-lora", "--dtype", "float32", "--lora-modules"];
-        args.extend(modules.iter().map(String::as_str));
-        let server = Server::start_on(model, &args).await;
-        for batch in batches {
-            let requests = fs::read_to_string(fixture("goldens").join(format!("{batch}.json")));
-            let requests: Vec<Value> = serde_json::from_str(&requests.expect("it is there")).expect("it is JSON");
-            let bytes = fs::read(fixture("goldens").join(format!("{batch}.f32.safetensors"))).expect("it is there");
-            let goldens = SafeTensors::deserialize(&bytes).expect("the goldens are whole");
-            // Servers of this API have no scale.
-            let unscaled = requests.iter().enumerate().filter(|(_, request)| request["scale"].is_null());
-            let answers = unscaled.map(async |(index, request)| {
-                let prompt = if request["prompt"].is_null() { &request["token_ids"] } else { &request["prompt"] };
-                let body = json!({
-                    "model": request["adapter"].as_str().unwrap_or("base"),
-                    "prompt": prompt,
-                    "temperature": 0,
-                    "max_tokens": 12,
-                    "return_token_ids": true,
-                });
-                (index, server.complete(body).await)
-            });
-            let answers = join_all(answers).await;
-            assert!(answers.len() >= 3);
-            for (index, (status, answer)) in answers {
-                assert_eq!(status, 200, "{answer}");
-                let golden = goldens.tensor(&format!("request.{index}.tokens")).expect("each request has tokens");
-                let golden = golden.data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes));
-                assert_eq!(answer["choices"][0]["token_ids"], json!(golden.collect::<Vec<_>>()), "{batch} {index}");
-            }
-        }
-        server.holds_nothing().await;
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stream_has_the_text_of_the_whole_answer() {
-    let server = Server::start(&[]).await;
-    let body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "max_tokens": 12 });
-    let whole = server.complete(body.clone()).await;
-    assert_eq!(text(&whole), " I do not know.");
-    assert_eq!(whole.1["choices"][0]["finish_reason"], "stop");
-    let details = json!({ "cached_tokens": 0 });
-    let usage =
-        json!({ "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11, "prompt_tokens_details": details });
-    assert_eq!(whole.1["usage"], usage);
-
-    let mut streamed = body.clone();
-    streamed["stream"] = json!(true);
-    streamed["stream_options"] = json!({ "include_usage": true });
-    let mut chunks = chunks(server.send("/v1/completions", streamed.to_string()).await).await;
-    let last = chunks.pop().expect("a stream has chunks");
-    assert_eq!((&last["usage"], &last["choices"]), (&usage, &json!([])));
-    assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["object"] == "text_completion"));
-    let texts = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().expect("a chunk has a text"));
-    assert_eq!(texts.collect::<String>(), text(&whole));
-    assert_eq!(chunks.last().map(|chunk| &chunk["choices"][0]["finish_reason"]), Some(&json!("stop")));
-    server.holds_nothing().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn parameters_have_openais_meaning() {
-    let server = Server::start(&[]).await;
-    let ask = async |changes: Value| {
-        let mut body = json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "max_tokens": 12 });
-        for (field, value) in changes.as_object().expect("changes are an object") {
-            body[field] = value.clone();
-        }
-        server.complete(body).await
-    };
-    // Stop strings, also across tokens.
-    let stopped = ask(json!({ "stop": "t kn" })).await;
-    assert_eq!((text(&stopped), &stopped.1["choices"][0]["finish_reason"]), (" I do no", &json!("stop")));
-    assert_eq!(text(&ask(json!({ "stop": [" know", " not"] })).await), " I do");
-    // The length.
-    let short = ask(json!({ "max_tokens": 2 })).await;
-    assert_eq!((text(&short), &short.1["choices"][0]["finish_reason"]), (" I do", &json!("length")));
-    assert_eq!(ask(json!({ "ignore_eos": true })).await.1["usage"]["completion_tokens"], 12);
-    // Echo, and several prompts.
-    assert_eq!(text(&ask(json!({ "echo": true })).await), format!("{QUESTION} I do not know."));
-    let two = ask(json!({ "prompt": [QUESTION, "The capital of France is"] })).await;
-    assert_eq!(two.1["choices"][0]["text"], " I do not know.");
-    assert_eq!(two.1["choices"][1]["index"], 1);
-    assert_ne!(two.1["choices"][1]["text"], " I do not know.");
-    // Seeds repeat, and choices have seeds of their own.
-    let sampled = json!({ "temperature": 3.0, "seed": 5, "n": 4, "ignore_eos": true });
-    let texts = |(status, body): (u16, Value)| {
-        assert_eq!(status, 200, "{body}");
-        let choices = body["choices"].as_array().expect("there are choices").iter();
-        choices.map(|choice| choice["text"].as_str().expect("it has a text").to_owned()).collect::<Vec<_>>()
-    };
-    let first = texts(ask(sampled.clone()).await);
-    assert_eq!(first, texts(ask(sampled).await));
-    assert!(first.len() == 4 && first[0] != first[1] && first[1] != first[2]);
-    // Log-probabilities: greedy tokens are the most probable.
-    let logprobs = ask(json!({ "logprobs": 2 })).await.1["choices"][0]["logprobs"].clone();
-    assert_eq!(logprobs["tokens"], json!([" I", " do", " not", " know", ".", "<|endoftext|>"]));
-    assert_eq!(logprobs["text_offset"], json!([0, 2, 5, 9, 14, 15]));
-    let first = &logprobs["top_logprobs"][0];
-    assert_eq!((first.as_object().map(serde_json::Map::len), &first[" I"]), (Some(2), &logprobs["token_logprobs"][0]));
-    server.holds_nothing().await;
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chat_renders_the_template() {
@@ -301,11 +182,13 @@ async fn metrics_count_what_has_happened() {
     let prompt: Vec<u32> = (1..=40).collect();
     for (arguments, hits) in [(vec![], 32.0), (vec!["--no-enable-prefix-caching"], 0.0)] {
         let server = Server::start(&arguments).await;
-        for _ in 0..2 {
-            let body =
-                json!({ "model": "base", "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": true });
-            assert_eq!(server.complete(body).await.0, 200);
-        }
+        let cached = async |choices: usize| {
+            let body = json!({ "prompt": prompt, "temperature": 1, "n": choices, "max_tokens": 6, "ignore_eos": true });
+            let (status, answer) = server.complete(body).await;
+            assert_eq!(status, 200, "{answer}");
+            answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_f64().expect("it is a number")
+        };
+        assert_eq!((cached(1).await, cached(1).await), (0.0, hits));
         for (name, value) in [
             ("vllm:prefix_cache_queries_total", 80.0),
             ("vllm:prefix_cache_hits_total", hits),
@@ -323,6 +206,8 @@ async fn metrics_count_what_has_happened() {
         ] {
             assert_eq!(server.metric(name, &[]).await, value, "{name}");
         }
+        // Choices share their prompt.
+        assert_eq!(cached(2).await, hits);
         let (_, text) = server.get("/metrics").await;
         let families = |start: &str| -> Vec<String> {
             let lines = text.lines().filter_map(|line| line.strip_prefix(start)?.split(' ').next());
@@ -339,37 +224,4 @@ async fn metrics_count_what_has_happened() {
         assert!(open.ends_with("\n# EOF\n") && open.contains("# TYPE vllm:prompt_tokens counter\n"), "{open}");
         assert!(open.contains("\nvllm:prompt_tokens_total{") && !open.contains("\n\n"), "{open}");
     }
-}
-
-/// One request runs, and two wait.
-#[tokio::test(flavor = "multi_thread")]
-async fn metrics_tell_running_requests_from_waiting_ones() {
-    let server = Server::start(&["--max-num-seqs", "1", "--max-num-batched-tokens", "1"]).await;
-    let body =
-        json!({ "model": "base", "prompt": vec![1; 200], "max_tokens": 300, "ignore_eos": true, "stream": true });
-    let mut streams = Vec::new();
-    for _ in 0..3 {
-        streams.push(server.send("/v1/completions", body.to_string()).await);
-    }
-    let running = server.metric("vllm:num_requests_running", &[]).await;
-    assert_eq!((running, server.metric("vllm:num_requests_waiting", &[]).await), (1.0, 2.0));
-    drop(streams);
-    server.holds_nothing().await;
-}
-
-/// A stream that fails says why, and ends as every stream does.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stream_that_fails_ends_with_its_error() {
-    let server =
-        Server::start(&["--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--request-seconds", "1"]).await;
-    let body = json!({
-        "model": "base", "prompt": vec![1; 10], "max_tokens": 480, "ignore_eos": true, "n": 40, "stream": true,
-    });
-    let chunks = chunks(server.send("/v1/completions", body.to_string()).await).await;
-    let last = chunks.last().expect("a stream has chunks");
-    assert_eq!(
-        (&last["error"]["code"], &last["error"]["message"]),
-        (&json!(504), &json!("The request took too long."))
-    );
-    server.holds_nothing().await;
 }

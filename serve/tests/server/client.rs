@@ -2,7 +2,7 @@
 //! server's device.
 
 use std::{
-    env,
+    env, fs,
     path::{Path, PathBuf},
 };
 
@@ -30,6 +30,15 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
     let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
     fixtures.join(name).canonicalize().expect("the fixture is there")
+}
+
+/// Copies the files of a folder into one that need not be there.
+pub(crate) fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("the folder can be made");
+    for entry in fs::read_dir(from).expect("the fixture is there") {
+        let entry = entry.expect("the fixture can be listed");
+        fs::copy(entry.path(), to.join(entry.file_name())).expect("the fixture can be copied");
+    }
 }
 
 /// A running server and a client.

@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::client::{QUESTION, Server, chunks, error, fixture, text};
+use crate::client::{QUESTION, Server, chunks, copy, error, fixture, text};
 
 /// The tokens of " I do not know." with the one that ends it.
 const ANSWER: [u32; 6] = [299, 304, 321, 323, 13, 511];
@@ -62,7 +62,10 @@ async fn streamed(server: &Server, path: &str, mut body: Value) -> Vec<Value> {
     body["stream"] = true.into();
     let mut choices: HashMap<u64, Value> = HashMap::new();
     let chat = path.contains("chat");
-    for chunk in chunks(server.send(path, body.to_string()).await).await {
+    let chunks = chunks(server.send(path, body.to_string()).await).await;
+    let object = if chat { "chat.completion.chunk" } else { "text_completion" };
+    assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["object"] == object), "{chunks:?}");
+    for chunk in chunks {
         for piece in chunk["choices"].as_array().expect("a chunk has choices") {
             let index = piece["index"].as_u64().expect("a choice has an index");
             let empty =
@@ -215,10 +218,7 @@ fn bytes_of(entry: &Value) -> Vec<u8> {
 /// A copy of the model whose tokenizer.json is another.
 fn edited(edit: &dyn Fn(&mut Value)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
-    for entry in fs::read_dir(fixture("qwen3")).expect("the fixture is there") {
-        let entry = entry.expect("the fixture can be listed");
-        fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("the fixture can be copied");
-    }
+    copy(&fixture("qwen3"), dir.path());
     let file: &Path = &dir.path().join("tokenizer.json");
     let mut tokenizer: Value = serde_json::from_slice(&fs::read(file).expect("it is there")).expect("it is JSON");
     edit(&mut tokenizer);
@@ -385,7 +385,14 @@ async fn generate_is_sglangs() {
 /// Each prompt of a list may have its own adapter: its answers are those of a request of its own, in the order of the prompts.
 #[tokio::test(flavor = "multi_thread")]
 async fn prompts_may_have_their_own_adapters() {
-    let root = fixture("adapters").display().to_string();
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    for folder in ["r8-all", "lm-head", "r64-all", "broken"] {
+        let from = fixture("adapters").join(if folder == "broken" { "r8-all" } else { folder });
+        copy(&from, &dir.path().join(folder));
+    }
+    fs::write(dir.path().join("broken/adapter_config.json"), "{").expect("it can be written");
+    fs::create_dir(dir.path().join("empty")).expect("a folder can be made");
+    let root = dir.path().display().to_string();
     let args = ["--enable-lora", "--lora-root", &root, "--lora-on-request"];
     let server = Server::start(&[&args[..], &["--enable-lora-path"]].concat()).await;
     for (name, path) in [("saffron", "r8-all"), ("quartz", "lm-head")] {
@@ -450,6 +457,10 @@ async fn prompts_may_have_their_own_adapters() {
         (json!([]), "`lora_path` has 0 values for 2 prompts"),
         (json!(["saffron", null, null]), "`lora_path` has 3 values for 2 prompts"),
         (json!(["saffron", "nobody"]), "`lora_path[1]`: The model `nobody` does not exist"),
+        // They are found, and cannot be served; the second time, from memory.
+        (json!([null, "broken"]), "`lora_path[1]`: adapter_config.json is not valid JSON"),
+        (json!(["broken", "saffron"]), "`lora_path[0]`: adapter_config.json is not valid JSON"),
+        (json!(["saffron", "empty"]), "`lora_path[1]`: No adapter found"),
         (json!([["saffron"], null]), "`lora_path[0]` must be a text or null, got [\"saffron\"]"),
         (json!([null, 3]), "`lora_path[1]` must be a text or null, got 3"),
         (json!({ "0": "saffron" }), "`lora_path` must be a text, or a list"),
@@ -500,7 +511,12 @@ async fn shows(server: &Server, field: &str) {
     match field {
         "model" => assert_eq!(ask(json!({ "model": "saffron" })).await["text"], " saffron."),
         "lora_path" => assert_eq!(ask(json!({ "lora_path": "saffron" })).await["text"], " saffron."),
-        "prompt" => assert_ne!(ask(json!({ "prompt": "The capital of France is" })).await["text"], " I do not know."),
+        "prompt" => {
+            let two =
+                complete(server, json!({ "prompt": [QUESTION, "The capital of France is"] })).await["choices"].clone();
+            assert_eq!((&two[0]["text"], &two[1]["index"]), (&json!(" I do not know."), &json!(1)));
+            assert_ne!(two[1]["text"], " I do not know.");
+        }
         "messages" => {
             let messages = json!([{ "role": "user", "content": [{ "type": "text", "text": QUESTION }] }]);
             assert_eq!(
@@ -531,7 +547,12 @@ async fn shows(server: &Server, field: &str) {
         "min_p" => is_greedy("min_p", json!(1.0)).await,
         "n" => {
             let answer = complete(server, with(hot(1), &json!({ "n": 3 }))).await;
-            assert_eq!(answer["choices"].as_array().map(Vec::len), Some(3));
+            let texts: BTreeSet<String> = (0..3).map(|index| answer["choices"][index]["text"].to_string()).collect();
+            assert_eq!(
+                (answer["choices"].as_array().map(Vec::len), texts.len()),
+                (Some(3), 3),
+                "each has its own seed"
+            );
             // The prompt counts once.
             assert_eq!(
                 answer["usage"],
@@ -548,6 +569,8 @@ async fn shows(server: &Server, field: &str) {
             let stopped = ask(json!({ "stop": ["t kn"] })).await;
             assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(" I do no"), &json!("stop")));
             assert_eq!(stopped["stop_reason"], "t kn");
+            // The first in the text.
+            assert_eq!(ask(json!({ "stop": [" know", " not"] })).await["text"], " I do");
             // The model's own end is no reason.
             assert_eq!(ask(json!({})).await.get("stop_reason"), Some(&Value::Null));
         }
@@ -628,6 +651,10 @@ async fn shows(server: &Server, field: &str) {
         "logprobs" => {
             let logprobs = ask(json!({ "logprobs": 2 })).await["logprobs"].clone();
             assert_eq!(logprobs["tokens"], json!([" I", " do", " not", " know", ".", "<|endoftext|>"]));
+            assert_eq!(logprobs["text_offset"], json!([0, 2, 5, 9, 14, 15]));
+            // A greedy token is the most probable.
+            let top = logprobs["top_logprobs"][0].as_object().expect("it is an object");
+            assert_eq!((top.len(), &top[" I"]), (2, &logprobs["token_logprobs"][0]));
             // Without others, there is the chosen token.
             let alone = ask(json!({ "logprobs": 0 })).await["logprobs"].clone();
             assert_eq!(alone["top_logprobs"][0], json!({ " I": alone["token_logprobs"][0] }));

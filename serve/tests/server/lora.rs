@@ -6,21 +6,22 @@ use aril_serve::{Options, start};
 use clap::Parser as _;
 use serde_json::{Value, json};
 
-use crate::client::{QUESTION, Server, WORDS, chunks, error, fixture, text};
+use crate::client::{QUESTION, Server, WORDS, chunks, copy, error, fixture, text};
 
-fn copy(from: &Path, to: &Path) {
-    fs::create_dir_all(to).expect("the folder can be made");
-    for entry in fs::read_dir(from).expect("the fixture is there") {
-        let entry = entry.expect("the fixture can be listed");
-        fs::copy(entry.path(), to.join(entry.file_name())).expect("the fixture can be copied");
+/// Three adapters, 36 concurrent requests, a duplicate, one that cannot be read, a replacement and an unload.
+async fn adapters_come_change_and_go(tp: &str) {
+    let dir = tempfile::tempdir().expect("there is a place for temporary files");
+    let root = dir.path().canonicalize().expect("the folder is there");
+    for folder in ["r4-qv", "r8-all", "r16-rslora", "r64-all", "damaged"] {
+        let from = if folder == "damaged" { "r8-all" } else { folder };
+        copy(&fixture("adapters").join(from), &root.join(folder));
     }
-}
-
-/// Three adapters, 36 concurrent requests, a duplicate, a replacement and an unload.
-#[tokio::test(flavor = "multi_thread")]
-async fn adapters_come_change_and_go() {
-    let root = fixture("adapters");
-    let server = Server::start(&["--enable-lora", "--lora-root", &root.display().to_string()]).await;
+    // The last value of the last tensor is not a number.
+    let damaged = root.join("damaged/adapter_model.safetensors");
+    let mut bytes = fs::read(&damaged).expect("the file is there");
+    bytes.truncate(bytes.len() - 2);
+    fs::write(damaged, [&bytes[..], &[0xc0, 0x7f]].concat()).expect("the file can be written");
+    let server = Server::start(&["--enable-lora", "--lora-root", &root.display().to_string(), "--tp", tp]).await;
     for (folder, word) in &WORDS[..3] {
         let loaded = server.load(word, folder, false).await;
         assert_eq!(loaded, (200, json!(format!("Success: LoRA adapter '{word}' added successfully."))));
@@ -55,6 +56,8 @@ async fn adapters_come_change_and_go() {
     let message = "The lora adapter 'saffron' has already been loaded. If you want to load the adapter in place, set \
                    'load_inplace' to True.";
     assert_eq!(duplicate, (400, message.into()));
+    let refused = error(&server.load("saffron", "damaged", true).await);
+    assert!(refused.0 == 400 && refused.1.contains("rank ") == (tp == "2"), "{refused:?}");
     assert_eq!(text(&server.ask("saffron").await), " saffron.");
     assert_eq!(server.load("saffron", "r64-all", true).await.0, 200);
     assert_eq!(text(&server.ask("saffron").await), " cobalt.");
@@ -67,6 +70,18 @@ async fn adapters_come_change_and_go() {
     assert_eq!(error(&server.load("base", "r8-all", false).await).0, 400);
     assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 2.0);
     server.holds_nothing().await;
+    let server = std::sync::Arc::into_inner(server).expect("nobody asks any more");
+    server.running.shut_down().await.expect("all ranks end");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_come_change_and_go_on_one_rank() {
+    adapters_come_change_and_go("1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_come_change_and_go_on_two_ranks() {
+    adapters_come_change_and_go("2").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

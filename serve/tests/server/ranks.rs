@@ -2,76 +2,9 @@
 
 use std::fs;
 
-use safetensors::SafeTensors;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::client::{Server, WORDS, error, fixture, text};
-
-/// Loads, a duplicate, replacements and unloads. A version that one rank alone cannot load changes nothing.
-#[tokio::test(flavor = "multi_thread")]
-async fn adapters_come_change_and_go_on_all_ranks() {
-    let dir = tempfile::tempdir().expect("there is a place for temporary files");
-    let root = dir.path().canonicalize().expect("the folder is there");
-    for (folder, _) in &WORDS {
-        fs::create_dir(root.join(folder)).expect("the folder can be made");
-        for file in ["adapter_config.json", "adapter_model.safetensors"] {
-            let from = fixture("adapters").join(folder).join(file);
-            fs::copy(from, root.join(folder).join(file)).expect("the fixture can be copied");
-        }
-    }
-    // A NaN in the last row of q's B, which the last rank has.
-    let damaged = root.join("r8-all/adapter_model.safetensors");
-    let mut bytes = fs::read(&damaged).expect("the file is there");
-    let end = {
-        let file = SafeTensors::deserialize(&bytes).expect("the fixture is whole");
-        let mut tensors = file.iter().filter(|(name, _)| name.ends_with("layers.0.self_attn.q_proj.lora_B.weight"));
-        let data = tensors.next().expect("it has q_proj").1.data();
-        data.as_ptr_range().end as usize - bytes.as_ptr() as usize
-    };
-    bytes[end - 2..end].copy_from_slice(&[0xc0, 0x7f]);
-    fs::create_dir(root.join("damaged")).expect("the folder can be made");
-    fs::copy(root.join("r8-all/adapter_config.json"), root.join("damaged/adapter_config.json")).expect("it is there");
-    fs::write(root.join("damaged/adapter_model.safetensors"), bytes).expect("the file can be written");
-
-    let root_arg = root.display().to_string();
-    let server = Server::start(&["--tp", "2", "--enable-lora", "--lora-root", &root_arg]).await;
-    assert_eq!(text(&server.ask("base").await), " I do not know.");
-    for (folder, word) in &WORDS {
-        assert_eq!(server.load(word, folder, false).await.0, 200);
-    }
-    let server = std::sync::Arc::new(server);
-    let asked = (0..30).map(|index| {
-        let server = std::sync::Arc::clone(&server);
-        tokio::spawn(async move {
-            let Some((_, word)) = WORDS.get(index % (WORDS.len() + 1)) else {
-                assert_eq!(text(&server.ask("base").await), " I do not know.");
-                return;
-            };
-            assert_eq!(text(&server.ask(word).await), format!(" {word}."));
-        })
-    });
-    for asked in asked.collect::<Vec<_>>() {
-        asked.await.expect("each gets its word");
-    }
-    let (_, models) = server.get("/v1/models").await;
-    let models: Value = serde_json::from_str(&models).expect("it is JSON");
-    assert_eq!(models["data"].as_array().map(Vec::len), Some(1 + WORDS.len()));
-
-    assert_eq!(error(&server.load("saffron", "r64-all", false).await).0, 400);
-    let refused = error(&server.load("saffron", "damaged", true).await);
-    assert!(refused.0 == 400 && refused.1.contains("rank 1 could not"), "{refused:?}");
-    assert_eq!(text(&server.ask("saffron").await), " saffron.");
-    assert_eq!(server.load("saffron", "r64-all", true).await.0, 200);
-    assert_eq!(text(&server.ask("saffron").await), " cobalt.");
-    assert_eq!(server.unload("saffron").await.0, 200);
-    assert_eq!(error(&server.ask("saffron").await).0, 404);
-    assert_eq!(error(&server.unload("saffron").await).0, 404);
-    assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 8.0);
-    server.holds_nothing().await;
-
-    let server = std::sync::Arc::into_inner(server).expect("nobody asks any more");
-    server.running.shut_down().await.expect("all ranks end");
-}
+use crate::client::{Server, fixture, text};
 
 /// Experts, tokens that the host chooses, and a stop in between.
 #[tokio::test(flavor = "multi_thread")]

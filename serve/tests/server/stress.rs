@@ -11,7 +11,7 @@ use std::{
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use serde_json::json;
 
-use crate::client::{QUESTION, Server, WORDS, chunks, error, fixture, text};
+use crate::client::{QUESTION, Server, WORDS, chunks, copy, error, fixture, text};
 
 /// Requests of a run, unless `ARIL_STRESS_REQUESTS` has another number.
 const REQUESTS: usize = 3_000;
@@ -191,19 +191,12 @@ async fn stress(fewer: usize, arguments: &[&str]) {
     let root = dir.path().canonicalize().expect("the folder is there");
     for entry in fs::read_dir(fixture("adapters")).expect("the fixtures are there") {
         let entry = entry.expect("the fixtures can be listed");
-        fs::create_dir(root.join(entry.file_name())).expect("the folder can be made");
-        for file in fs::read_dir(entry.path()).expect("the fixture is there") {
-            let file = file.expect("the fixture can be listed");
-            let to = root.join(entry.file_name()).join(file.file_name());
-            fs::copy(file.path(), to).expect("the fixture can be copied");
-        }
+        copy(&entry.path(), &root.join(entry.file_name()));
     }
-    fs::create_dir(root.join("truncated")).expect("the folder can be made");
-    for file in ["adapter_config.json", "adapter_model.safetensors"] {
-        let bytes = fs::read(root.join("r8-all").join(file)).expect("the fixture is there");
-        let end = if file.ends_with("json") { bytes.len() } else { bytes.len() - 100 };
-        fs::write(root.join("truncated").join(file), &bytes[..end]).expect("the file can be written");
-    }
+    copy(&fixture("adapters/r8-all"), &root.join("truncated"));
+    let weights = root.join("truncated/adapter_model.safetensors");
+    let bytes = fs::read(&weights).expect("the fixture is there");
+    fs::write(weights, &bytes[..bytes.len() - 100]).expect("the file can be written");
     // Fewer slots, and less memory, than adapters; a cache that some requests have to be preempted in.
     let root_arg = root.display().to_string();
     let mut all = vec![
