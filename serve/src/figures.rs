@@ -55,6 +55,7 @@ use crate::{
     engine::{
         Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
         graph::{self, Captured, Drawn, OfStack, Tables, Variant},
+        pool::{Pool, RankPool},
         ranks::Others,
     },
     error::{Context as _, Error, Result, bail},
@@ -494,7 +495,12 @@ fn measure_model(
     if device.tp().size() > 1 {
         return Ok(());
     }
-    let Adapters { pool, sources, .. } = adapters;
+    let Adapters { mut pool, sources, ids, .. } = adapters;
+    for id in ids.into_values().flatten() {
+        pool.unregister(id)?;
+    }
+    pool.end_step(StreamId::FIRST)?;
+    device.queue.stream().synchronize()?;
     let rank = sources.first().map_or(0, |(rank, _)| *rank);
     let num_adapters = HOST_ADAPTERS.min(arena_bytes / most_bytes.max(1));
     let sources = sources.iter().take(1).flat_map(|(_, source)| vec![source.clone(); num_adapters]).collect();
@@ -704,8 +710,9 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let runner = Runner::new(model, Slots::Pool(&pool), &sizes)?;
-    let mut engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
+    let pool = RankPool::new(Rank::default(), pool)?;
+    let runner = Runner::new(model, pool.slots(), &sizes)?;
+    let mut engine = Engine::new(runner, Pool::new(pool, Others::default()), sizes);
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source, false));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();

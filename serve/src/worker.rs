@@ -14,7 +14,6 @@ use std::{
 
 use aril::{
     DType,
-    group::GroupPool,
     plan::Capacity,
     pool::{AdapterId, Load, PoolConfig, PoolError, Snapshot, Source, Tier},
 };
@@ -38,8 +37,9 @@ use crate::{
     config::Config,
     cpu::Cpu,
     engine::{
-        Capture, Engine, Event, Failure, HostTime, Request, RequestId, Runner, Sizes, State, Steps,
-        ranks::{Order, Others, PoolOfRanks, RankPool, follow},
+        Capture, Engine, Event, Failure, HostTime, Request, RequestId, Runner, Sizes, State,
+        pool::{Pool, RankPool},
+        ranks::{Order, Others, follow},
     },
     error::{Context, Error, Result, bail},
     group::{Rank, errors_of_ranks},
@@ -254,11 +254,8 @@ pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
     let checkpoint = Arc::clone(&setup.checkpoint);
     let num_bytes = checkpoint.tensors.values().map(|tensor| tensor.bytes.len() as u64).sum::<u64>();
     let num_bytes = num_bytes * setup.split.tp.size() as u64;
-    let (commands, received) = channel();
-    let (ready, is_ready) = channel();
-    let handle = Handle { commands, seen: Arc::new(Seen::new()) };
-    let worker =
-        Worker { handle: handle.clone(), received, ready: ready.clone(), start: Instant::now(), loading: Vec::new() };
+    let (worker, is_ready) = Worker::new();
+    let (handle, ready) = (worker.handle.clone(), worker.ready.clone());
     let own = move || {
         if let Err(error) = run(worker, setup)
             && let Err(SendError(error)) = ready.send(Err(error))
@@ -382,7 +379,7 @@ impl Setup {
         rank: &Rank,
     ) -> Result<(RankPool<D>, D::Adapters)> {
         let (pool, table) = device.pool(&described.model, self.capacity(), self.pool)?;
-        Ok((RankPool::new(GroupPool::new(rank.clone(), pool)?), table))
+        Ok((RankPool::new(rank.clone(), pool)?, table))
     }
 }
 
@@ -397,16 +394,10 @@ impl Task for First {
     fn run<D: Capture>(self, device: &D, rank: &Rank, setup: &Setup) -> Result<()> {
         let Self { mut worker, others } = self;
         let described = &setup.described;
-        let (pool, table): (Box<dyn Steps<D> + '_>, _) = if others.is_empty() {
-            let (pool, table) = device.pool(&described.model, setup.capacity(), setup.pool)?;
-            (Box::new(pool), table)
-        } else {
-            let (pool, table) = setup.rank_pool(device, described, rank)?;
-            (Box::new(PoolOfRanks::new(pool, others.clone())), table)
-        };
+        let (pool, table) = setup.rank_pool(device, described, rank)?;
         let model = setup.model(device, described, table)?;
         let runner = Runner::new(&model, pool.slots(), &setup.sizes)?;
-        let mut engine = Engine::new(runner, pool, others, setup.sizes);
+        let mut engine = Engine::new(runner, Pool::new(pool, others), setup.sizes);
         engine.record_tokens(setup.step_tokens.clone());
         // All ranks have loaded theirs.
         rank.gather(&[])?;
@@ -454,8 +445,8 @@ struct Loading {
 }
 
 /// The engine's thread.
-struct Worker {
-    handle: Handle,
+pub(crate) struct Worker {
+    pub(crate) handle: Handle,
     received: Receiver<Command>,
     /// Hears that the model is loaded.
     ready: Sender<Result<()>>,
@@ -465,8 +456,16 @@ struct Worker {
 }
 
 impl Worker {
+    /// A worker, and where it says that its model is loaded.
+    pub(crate) fn new() -> (Self, Receiver<Result<()>>) {
+        let (commands, received) = channel();
+        let (ready, is_ready) = channel();
+        let handle = Handle { commands, seen: Arc::new(Seen::new()) };
+        (Self { handle, received, ready, start: Instant::now(), loading: Vec::new() }, is_ready)
+    }
+
     /// Steps until it is told to stop.
-    fn serve<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<()> {
+    pub(crate) fn serve<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<()> {
         let ending = Ending(Arc::clone(&self.handle.seen));
         *ending.0.report() = Some(Arc::new(Report::of(engine)));
         while self.take_commands(engine)? {

@@ -29,8 +29,8 @@ const MAX_READS: usize = 8;
 ///
 /// All ranks make the same calls in the same order, and drop leases between the same calls. Each decides for itself, and all decide
 /// the same, because what may differ between ranks is agreed on: the end of a read or a copy, whether a copy can be enqueued, and what has
-/// failed. A load that fails on one rank fails on all, with the reasons of all. So does one of which the ranks have read different adapters:
-/// other weights, names of modules or configurations.
+/// failed. A load that fails on one rank fails on all, with the reasons of all; in a group of one, with its own error. So does one of
+/// which the ranks have read different adapters: other weights, names of modules or configurations.
 ///
 /// A rank registers a source, or the error for which it has none. Then no rank has the adapter, and all get [`GroupError::Refused`], which
 /// names the rank.
@@ -290,7 +290,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
             _ => None,
         };
         let failures: Vec<_> = answers.iter().enumerate().filter_map(failure).collect();
-        if failures.is_empty() { Ok(answers) } else { Err(refused(failures, own)) }
+        if failures.is_empty() { Ok(answers) } else { Err(refused(answers.len(), failures, own)) }
     }
 
     /// The smallest limits of all ranks.
@@ -368,7 +368,7 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
             let ranks = ends.iter().enumerate().map(read).collect();
             LoadError::Group(Box::new(GroupError::Disagreement { ranks }))
         } else {
-            refused(failures, own)
+            refused(answers.len(), failures, own)
         };
         Read { id, time, fingerprint, result: Err(error) }
     }
@@ -409,8 +409,12 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     }
 }
 
-fn refused(failures: Vec<RankFailure>, own: Option<LoadError>) -> LoadError {
-    LoadError::Group(Box::new(GroupError::Refused { failures, own: own.map(Box::new) }))
+/// What has failed on some of the ranks: in a group of one, the rank's own error.
+fn refused(ranks: usize, failures: Vec<RankFailure>, own: Option<LoadError>) -> LoadError {
+    match own {
+        Some(own) if ranks == 1 => own,
+        own => LoadError::Group(Box::new(GroupError::Refused { failures, own: own.map(Box::new) })),
+    }
 }
 
 impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {

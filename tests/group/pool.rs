@@ -226,6 +226,21 @@ fn an_adapter_that_one_rank_cannot_plan_is_registered_by_none() {
     });
 }
 
+/// The only rank of a group has its own errors.
+#[test]
+fn errors_of_a_group_of_one_are_its_own() {
+    let world = World::new(1);
+    each_pool(&world, &[2], |rank, mut pool| {
+        let unplanned = Source::memory(Arc::new(world.adapter(|_| 1.0)), &world.model(rank), DType::BF16).unwrap();
+        let error = pool.register(Ok(unplanned)).unwrap_err().to_string();
+        assert!(!error.contains("rank 0"), "{error}");
+        let unread = pool.register(Ok(source(&world, rank, |_| f32::NAN))).unwrap();
+        let load = pool.prefetch(unread).unwrap();
+        let error = pool.wait_for(&load, LIMIT).unwrap_err().to_string();
+        assert!(!error.contains("rank 0"), "{error}");
+    });
+}
+
 /// Pools that do not belong together.
 #[test]
 fn a_group_has_pools_of_its_ranks_without_adapters() {

@@ -13,14 +13,14 @@ mod cache;
 mod cuda_graph;
 pub(crate) mod graph;
 mod plan;
-mod pool;
+pub(crate) mod pool;
 pub(crate) mod ranks;
 mod request;
 mod runner;
 mod sampling;
 mod scheduler;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::{
     collections::HashMap,
@@ -33,12 +33,13 @@ use metrics::Histogram;
 use self::{
     cache::KvCache,
     plan::Enqueued,
-    ranks::{Order, Others},
+    pool::Pool,
+    ranks::Order,
     scheduler::{Scheduled, Scheduler},
 };
 pub(crate) use self::{
     graph::Capture,
-    pool::{Steps, sentence},
+    pool::sentence,
     request::{Event, Events, Failure, Finish, Request, RequestId},
     runner::Runner,
     sampling::{Changes, Chosen, Logprobs, Sampling},
@@ -65,9 +66,7 @@ pub(crate) struct Sizes {
 /// A model, its adapters, and the requests that run on them.
 pub(crate) struct Engine<'m, D: Capture> {
     runner: Runner<'m, D>,
-    pool: Box<dyn Steps<D> + 'm>,
-    /// If this is the first rank of a group.
-    others: Others,
+    pool: Pool<D>,
     /// Why the group cannot go on.
     broken: Option<Error>,
     scheduler: Scheduler,
@@ -97,13 +96,12 @@ pub(crate) struct HostTime {
 }
 
 impl<'m, D: Capture> Engine<'m, D> {
-    /// An engine on a model whose adapters are those of `pool`, and which the `others` of its group have parts of.
-    pub(crate) fn new(runner: Runner<'m, D>, pool: Box<dyn Steps<D> + 'm>, others: Others, sizes: Sizes) -> Self {
+    /// An engine on a model whose adapters are those of `pool`, on the ranks that this has.
+    pub(crate) fn new(runner: Runner<'m, D>, pool: Pool<D>, sizes: Sizes) -> Self {
         let Sizes { limits, blocks, block_rows, is_sharing, runs_ahead, .. } = sizes;
         Self {
             runner,
             pool,
-            others,
             broken: None,
             scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
             runs_ahead,
@@ -123,7 +121,7 @@ impl<'m, D: Capture> Engine<'m, D> {
     pub(crate) fn add_adapter(&mut self, source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
         let (bytes, keeps_routers) = (source.bytes(), !self.runner.model.routers().any(|router| source.adapts(router)));
         let version = self.pool.load(source)?;
-        let load = version.load().clone();
+        let load = version.load.clone();
         if is_pinned {
             self.pool.pin(load.id())?;
         }
@@ -148,7 +146,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         events: Events,
         now: Duration,
     ) -> std::result::Result<RequestId, Failure> {
-        self.scheduler.submit(request, events, now, &mut *self.pool)
+        self.scheduler.submit(request, events, now, &mut self.pool)
     }
 
     /// Ends a request, if it has not ended.
@@ -165,7 +163,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         if let Some(chosen_on_the_host) = last.take_if(|last| !last.scheduled.plan.is_drawn()) {
             self.end(chosen_on_the_host);
         }
-        let scheduled = self.scheduler.plan(now, &mut *self.pool);
+        let scheduled = self.scheduler.plan(now, &mut self.pool);
         let has_tokens = scheduled.plan.num_tokens() > 0;
         let is_working = has_tokens || last.is_some();
         if has_tokens {
@@ -190,7 +188,7 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Enqueues a step behind the last one, whose tokens may be its own.
     fn enqueue(&mut self, scheduled: Scheduled, is_behind: bool) {
-        self.others.tell(|| Order::Step(scheduled.plan.clone(), is_behind));
+        self.pool.others.tell(|| Order::Step(scheduled.plan.clone(), is_behind));
         self.step_tokens.record(scheduled.plan.num_tokens() as f64);
         let enqueued = self.runner.enqueue(self.pool.slots(), &scheduled.plan, is_behind);
         if let (Some(enqueued), Some(read)) = (self.runner.take_enqueued(), self.read) {
@@ -217,7 +215,7 @@ impl<'m, D: Capture> Engine<'m, D> {
         tracing::error!(%error, "a step failed");
         let failure = Failure::Step(error.to_string().into());
         self.scheduler.fail_step(scheduled, &failure);
-        if !self.others.is_empty() {
+        if !self.pool.others.is_empty() {
             self.broken.get_or_insert(error);
         }
     }
@@ -263,6 +261,6 @@ impl<'m, D: Capture> Engine<'m, D> {
 
     /// Ends the other ranks of the group, after all that they have been told.
     pub(crate) fn stop(&self) {
-        self.others.tell(|| Order::End);
+        self.pool.others.tell(|| Order::End);
     }
 }

@@ -26,6 +26,7 @@ use aril_serving::admission::{self, Admission, Answer};
 
 use super::{
     cache::{Chain, Counters, KvCache},
+    graph::Capture,
     plan::{Chunk, Plan, Scores},
     pool::{self, Lease, Pool},
     request::{Event, Events, Failure, Finish, Request, RequestId},
@@ -170,7 +171,7 @@ impl Scheduler {
 
     /// Adds a version of an adapter, of `bytes` bytes, which may have no factors of a router.
     pub(crate) fn add_version(&mut self, version: pool::Version, bytes: usize, keeps_routers: bool) {
-        let id = version.load().id();
+        let id = version.load.id();
         let version = Version { _registered: version, bytes, keeps_routers, requests: 0, is_retired: false };
         self.versions.insert(id, version);
     }
@@ -189,12 +190,12 @@ impl Scheduler {
     }
 
     /// Adds a request. Its events follow, unless it is refused.
-    pub(crate) fn submit(
+    pub(crate) fn submit<D: Capture>(
         &mut self,
         request: Request,
         events: Events,
         now: Duration,
-        pool: &mut dyn Pool,
+        pool: &mut Pool<D>,
     ) -> Result<RequestId, Failure> {
         let waiting = self.admission.num_waiting();
         if waiting >= self.limits.waiting {
@@ -289,7 +290,7 @@ impl Scheduler {
     }
 
     /// Plans the next step. The plan is empty if nothing runs.
-    pub(crate) fn plan(&mut self, now: Duration, pool: &mut dyn Pool) -> Scheduled {
+    pub(crate) fn plan<D: Capture>(&mut self, now: Duration, pool: &mut Pool<D>) -> Scheduled {
         self.fail_loads();
         self.last_step += 1;
         let mut scheduled = Scheduled { step: self.last_step, ..Scheduled::default() };
@@ -334,7 +335,13 @@ impl Scheduler {
     }
 
     /// Starts waiting requests.
-    fn plan_waiting(&mut self, scheduled: &mut Scheduled, budget: &mut Budget, now: Duration, pool: &mut dyn Pool) {
+    fn plan_waiting<D: Capture>(
+        &mut self,
+        scheduled: &mut Scheduled,
+        budget: &mut Budget,
+        now: Duration,
+        pool: &mut Pool<D>,
+    ) {
         for adapter in self.admission.prefetch().take(PREFETCHED) {
             // If its last load failed, its requests fail when they are offered.
             let _ = pool.prefetch(adapter);
@@ -502,7 +509,7 @@ impl Sequence {
         tokens.resize(end - position, 0);
         let is_sampled = end == len;
         Some(Chunk {
-            slot: lease.as_ref().map_or(Slot::BASE, Lease::slot),
+            slot: lease.as_ref().map_or(Slot::BASE, |lease| lease.slot),
             keeps_routers: *keeps_routers,
             position,
             tokens,
@@ -559,7 +566,7 @@ impl Sequence {
 }
 
 /// Takes note of an adapter's load, if one is under way.
-fn watch(loads: &mut HashMap<AdapterId, Load>, id: AdapterId, pool: &dyn Pool) {
+fn watch<D: Capture>(loads: &mut HashMap<AdapterId, Load>, id: AdapterId, pool: &Pool<D>) {
     loads.extend(pool.loading(id).map(|load| (id, load)));
 }
 

@@ -19,7 +19,6 @@ use std::{
 use aril::{
     DType, Element, Slot,
     adapter::Opener,
-    group::GroupPool,
     model::{self, TpRank},
     plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source},
@@ -32,10 +31,11 @@ use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channe
 
 use super::{
     Capture, Changes, Chosen, Engine, Event, Failure, Finish, Limits, Logprobs, Request, RequestId, Runner, Sampling,
-    Sizes, Steps,
+    Sizes,
     cache::KvCache,
     plan::{Chunk, Plan, Scores},
-    ranks::{Order, Others, PoolOfRanks, RankPool, follow},
+    pool::{Pool, RankPool},
+    ranks::{Order, Others, follow},
     scheduler::Scheduler,
 };
 use crate::{
@@ -46,6 +46,7 @@ use crate::{
     group::Rank,
     model::{Described, Model, STACK, Split, describe},
     tokenizer::Tokenizer,
+    worker::{Handle, Worker},
 };
 
 const GREEDY: Sampling =
@@ -156,11 +157,10 @@ impl Files {
             return self.run_ranks(sizes, slots, follow, test);
         }
         D::with(|device| {
-            let pool = device.pool(self.model(), capacity(sizes, slots), self.pool_config());
-            let (pool, table) = pool.expect("the capacity is valid");
+            let (pool, table) = rank_pool(device, &self.described, &Rank::default(), sizes, slots, &self.pool_config());
             let model = self.load(device, &self.described, table, sizes);
-            let runner = Runner::new(&model, Steps::<D>::slots(&pool), &sizes).expect("the sizes are valid");
-            let engine = Engine::new(runner, Box::new(pool), Others::default(), sizes);
+            let runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
+            let engine = Engine::new(runner, Pool::new(pool, Others::default()), sizes);
             test(&mut World {
                 files: self,
                 engine,
@@ -205,7 +205,7 @@ impl Files {
             let (pool, table) = rank_pool(&device, &described, &first, sizes, slots, &self.pool_config());
             let model = self.load(&device, &described, table, sizes);
             let runner = Runner::new(&model, pool.slots(), &sizes).expect("the sizes are valid");
-            let engine = Engine::new(runner, Box::new(PoolOfRanks::new(pool, others.clone())), others, sizes);
+            let engine = Engine::new(runner, Pool::new(pool, others), sizes);
             let mut world =
                 World { files: self, engine, now: Duration::ZERO, adapters: HashMap::new(), limits: sizes.limits };
             let result = test(&mut world);
@@ -246,7 +246,7 @@ fn rank_pool<D: Platform>(
 ) -> (RankPool<D>, D::Adapters) {
     let pool = device.pool(&described.model, capacity(sizes, slots), *config);
     let (pool, table) = pool.expect("the capacity is valid");
-    (RankPool::new(GroupPool::new(rank.clone(), pool).expect("the ranks agree")), table)
+    (RankPool::new(rank.clone(), pool).expect("the ranks agree"), table)
 }
 
 /// An engine, its clock, and its adapters by name.
@@ -468,14 +468,16 @@ fn tokens_arrive_a_step_late() {
     assert!(tokens.len() < 20);
 }
 
-/// The log-probabilities of a prompt do not depend on how it is cut into chunks, on what else runs, and on whether it is computed again.
+/// The log-probabilities of a prompt, and the tokens behind it, do not depend on how it is cut into chunks, on what else runs, and on
+/// whether it is computed again.
 #[test]
 fn log_probabilities_of_a_prompt_do_not_depend_on_the_schedule() {
     let files = Files::open("qwen3");
     let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
     let report = |sizes: Sizes, others: usize| {
         files.run::<Cpu<bf16>, _>(sizes, 4, |world| {
-            let ask = world.request(None, prompt.clone(), 8, GREEDY);
+            let sampled = Sampling { temperature: 1.5, seed: Some(3), ..GREEDY };
+            let ask = world.request(None, prompt.clone(), 8, sampled);
             let other = Request { stop_tokens: vec![], ..ask.clone() };
             let ask = Request { prompt_logprobs: Some(2), ..ask };
             let answers = world.answers(iter::repeat_n(other, others).chain([ask]).collect());
@@ -502,55 +504,6 @@ fn log_probabilities_of_a_prompt_do_not_depend_on_the_schedule() {
         }
     }
     assert!(preemptions > 0, "no prompt was computed again");
-}
-
-/// A plan's logits do not depend on how prompts are cut into chunks, on what else runs, or on which blocks they have.
-#[test]
-fn logits_of_a_plan_do_not_depend_on_its_composition() {
-    let files = Files::open("qwen3");
-    files.run::<Cpu<bf16>, _>(LARGE, 4, |world| {
-        let ids = ["r8-all", "embed"].map(|name| world.add("adapters", name));
-        world.answers(ids.map(|id| Request { adapter: Some(id), ..world.request(None, vec![1], 1, GREEDY) }).into());
-        let leases = ids.map(|id| world.engine.pool.acquire(id).expect("it was just used"));
-        let slots = [Slot::BASE, leases[0].slot(), leases[1].slot()];
-        let prompt = files.prompt("What is the password? Name a fruit. The capital of France is");
-        assert!(prompt.len() > 12);
-        let block_rows = 4;
-        let chunk = |slot, first_block: u32, range: std::ops::Range<usize>| Chunk {
-            slot,
-            keeps_routers: true,
-            position: range.start,
-            tokens: prompt[range.clone()].to_vec(),
-            blocks: (0..).map(|block| first_block - 2 * block).take(range.end.div_ceil(block_rows)).collect(),
-            source: None,
-            scored: 0..0,
-            is_sampled: range.end == prompt.len(),
-            draw: None,
-        };
-        let mut run = |chunks: Vec<Chunk>| -> Vec<Vec<u32>> {
-            let adapters = world.engine.pool.slots();
-            let Runner { model, session, decoder, draws: [_, draws], .. } = &mut world.engine.runner;
-            let plan = Plan { chunks };
-            let enqueued = plan.enqueue((model, adapters), session, decoder, block_rows, None, draws).expect("it runs");
-            let scores = plan.scores(model, &enqueued, draws).expect("it runs");
-            let bits = |scores: Scores| match scores {
-                Scores::Logits(logits) => logits.into_iter().map(f32::to_bits).collect(),
-                Scores::Drawn(..) => unreachable!("logits were asked for"),
-            };
-            scores.into_iter().map(bits).collect()
-        };
-        let len = prompt.len();
-        // Each alone, at once.
-        let alone: Vec<_> = slots.iter().flat_map(|&slot| run(vec![chunk(slot, 100, 0..len)])).collect();
-        assert!(alone[0] != alone[1] && alone[1] != alone[2] && alone[0] != alone[2]);
-        // All together, in chunks, from blocks that interleave.
-        let places = [200, 201, 300];
-        let cut = |from: usize, to: usize| -> Vec<Chunk> {
-            slots.iter().zip(places).map(|(&slot, place)| chunk(slot, place, from..to)).collect()
-        };
-        assert!(run(cut(0, 3)).is_empty() && run(cut(3, 4)).is_empty() && run(cut(4, 11)).is_empty());
-        assert_eq!(run(cut(11, len)), alone);
-    });
 }
 
 /// In a step of many tokens, which takes other operations than one of few, a base sequence has the same bits beside adapters as
@@ -588,7 +541,7 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
             };
             scores.into_iter().map(logits).collect()
         };
-        let slots = [Slot::BASE, leases[0].slot(), leases[1].slot(), Slot::BASE];
+        let slots = [Slot::BASE, leases[0].slot, leases[1].slot, Slot::BASE];
         let (mixed, without) = (run(&slots), run(&[Slot::BASE; 4]));
         let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
         for base in [0, 3] {
@@ -601,33 +554,6 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
         }
         assert!(distance(&mixed[1], &mixed[0]) > D::TOLERANCE && distance(&mixed[2], &mixed[0]) > D::TOLERANCE);
     });
-}
-
-/// With blocks for little more than one request, requests are preempted and computed again, and their tokens stay the same.
-fn preempted_requests_continue_as_if_nothing_had_happened<D: Platform<Elem = f32>>(tp: usize) {
-    let files = Files::on_ranks("qwen3", tp);
-    let run = |blocks: u32, is_sharing: bool| {
-        let sizes = Sizes { blocks, block_rows: 4, is_sharing, ..LARGE };
-        files.run::<D, _>(sizes, 4, |world| {
-            world.add("adapters", "r8-all");
-            world.add("adapters", "kv-only");
-            let sampled = Sampling { temperature: 1.5, seed: Some(3), ..GREEDY };
-            let requests = [None, Some("r8-all"), Some("kv-only"), Some("r8-all")].map(|adapter| {
-                let prompt = files.prompt("Name a fruit.");
-                Request { stop_tokens: vec![], ..world.request(adapter, prompt, 24, sampled.clone()) }
-            });
-            let answers = world.answers(requests.into());
-            world.holds_nothing().expect("all have ended");
-            (answers.into_iter().map(|answer| answer.chosen).collect::<Vec<_>>(), world.engine.state().preemptions)
-        })
-    };
-    let (expected, preemptions) = run(512, false);
-    assert_eq!(preemptions, 0);
-    for is_sharing in [false, true] {
-        let (answers, preemptions) = run(9, is_sharing);
-        assert!(preemptions >= 3, "{preemptions}");
-        assert!(iter::zip(&answers, &expected).all(|(answer, expected)| is_same::<D>(answer, expected)));
-    }
 }
 
 /// The same prompt under the base model, an adapter, and another version of it: only equal versions share.
@@ -730,6 +656,7 @@ fn an_adapter_that_vanishes_fails_its_requests_alone<D: Platform<Elem = f32>>(tp
         let [failed, base] = ask(world);
         let failure = failed.failure.as_ref().expect("it cannot be read").to_string();
         assert!(failure.contains("has no adapter_config.json"), "{failure}");
+        assert_eq!(failure.contains("rank "), tp > 1, "{failure}");
         assert_eq!(base.finish, Some(Finish::Stop));
         is_away.store(false, Ordering::SeqCst);
         let [answered, _] = ask(world);
@@ -803,7 +730,7 @@ fn a_failed_step_ends_its_requests() {
     let files = Files::open("qwen3");
     files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
         let mut scheduler = Scheduler::new(LARGE.limits, KvCache::new(3, 4, false));
-        let pool = &mut *world.engine.pool;
+        let pool = &mut world.engine.pool;
         let mut events = [(); 2].map(|()| {
             let (sender, events) = unbounded_channel();
             let request = Request {
@@ -903,6 +830,24 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
             }
         });
     }
+}
+
+/// Serves with an engine of two ranks, one of which does nothing any more. `watch` has a handle of it, and a request.
+pub(crate) fn serve_beside_a_hung_rank(watch: impl FnOnce(Handle, Request) + Send) {
+    let files = Files { limit: Duration::from_secs(4), ..Files::on_ranks("qwen3", 2) };
+    let hang = |_: &mut Runner<'_, Cpu<f32>>, _: &mut RankPool<_>, orders: &Receiver<Order>| {
+        while orders.recv().is_ok() {}
+        Err(Error::new("it hangs"))
+    };
+    files.run_ranks(LARGE, 4, hang, |world| {
+        let (mut worker, _) = Worker::new();
+        let (handle, request) = (worker.handle.clone(), world.request(None, vec![1], 12, GREEDY));
+        thread::scope(|scope| {
+            scope.spawn(|| watch(handle, request));
+            let error = worker.serve(&mut world.engine).expect_err("a rank does nothing").to_string();
+            assert!(error.contains("rank 1: "), "{error}");
+        });
+    });
 }
 
 /// An adapter with a NaN in the rows of the second rank alone.
@@ -1105,12 +1050,6 @@ macro_rules! on {
         #[test]
         fn tokens_are_those_of_the_goldens() {
             super::tokens_are_those_of_the_goldens::<$device>($tp);
-        }
-
-        $(#[$attribute])*
-        #[test]
-        fn preempted_requests_continue_as_if_nothing_had_happened() {
-            super::preempted_requests_continue_as_if_nothing_had_happened::<$device>($tp);
         }
 
         $(#[$attribute])*
