@@ -220,7 +220,7 @@ struct Client {
 impl Client {
     async fn send(&self, path: &str, body: &Value) -> Result<reqwest::Response> {
         let url = format!("http://{}{path}", self.running.address());
-        let response = self.http.post(url).body(body.to_string()).send().await?;
+        let response = self.http.post(url).json(body).send().await?;
         if response.status().is_success() {
             return Ok(response);
         }

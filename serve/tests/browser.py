@@ -1,29 +1,18 @@
 """The page in a headless Chromium: python browser.py PATH_OF_ARIL_SERVE. Needs selenium, chromium and chromedriver."""
 
 import json
-import subprocess
 import sys
-import tempfile
 import urllib.request
-from pathlib import Path
 
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
-URL = "http://127.0.0.1:8766/"
+from served import ADAPTERS, QUESTION, Served
+
 KEY = "key"
-QUESTION = "What is the password?"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync""".split()
-
-
-def post(path: str, body: dict[str, str]) -> None:
-    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-    request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
-    urllib.request.urlopen(request).close()
 
 
 def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
@@ -32,7 +21,7 @@ def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
     return browser.execute_script(script, selector)
 
 
-def check(browser: webdriver.Chrome) -> None:
+def check(browser: webdriver.Chrome, server: Served) -> None:
     wait = WebDriverWait(browser, 60)
 
     def models() -> list[str]:
@@ -49,7 +38,7 @@ def check(browser: webdriver.Chrome) -> None:
             wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, f"{last}[data-done]"))
             assert text(last) == answer, f"{model}: {text(last)}"
 
-    browser.get(URL)
+    browser.get(server.url)
     # Without a key, the page says what the server says.
     wait.until(lambda _: text("#counts") == "give the key")
     browser.find_element(By.ID, "key").send_keys(KEY + "\t")
@@ -92,7 +81,9 @@ def check(browser: webdriver.Chrome) -> None:
 
     # A hundred adapters leave the input in sight, also on a narrow screen.
     for index in range(100):
-        post("v1/load_lora_adapter", {"lora_name": f"adapter-{index}", "lora_path": "r4-qv"})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        body = json.dumps({"lora_name": f"adapter-{index}", "lora_path": "r4-qv"}).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/load_lora_adapter", body, headers)).close()
     wait.until(lambda _: len(models()) == 102)
     browser.find_element(By.ID, "filter").send_keys("adapter-9")
     shown = lambda: [label for label in browser.find_elements(By.CSS_SELECTOR, "#models label") if label.is_displayed()]
@@ -110,7 +101,7 @@ def check(browser: webdriver.Chrome) -> None:
     stop = browser.find_element(By.ID, "stop")
     stop.click()
     wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "p[data-stopped]"))
-    wait.until(lambda _: "num_requests_running{model_name=\"base\"} 0" in urllib.request.urlopen(URL + "metrics").read().decode())
+    wait.until(lambda _: "num_requests_running{model_name=\"base\"} 0" in server.get("/metrics"))
     assert not stop.is_enabled()
     browser.find_element(By.ID, "clear").click()
     ask({"saffron": "saffron."})
@@ -128,31 +119,19 @@ def check_gone(browser: webdriver.Chrome) -> None:
 
 
 def main() -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template, tempfile.TemporaryDirectory() as profile:
-        template.write(TEMPLATE)
-        template.flush()
-        adapters = FIXTURES / "adapters"
-        arguments = ["--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", "8766", "--api-key", KEY]
-        arguments += ["--enable-lora", "--lora-modules", f"saffron={adapters / 'r8-all'}", "--lora-root", adapters]
-        arguments += ["--chat-template", template.name, "--max-num-batched-tokens", "1", "--max-num-seqs", "1"]
-        server = subprocess.Popen([sys.argv[1], *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    slow = ["--max-num-batched-tokens", "1", "--max-num-seqs", "1"]
+    with Served(sys.argv[1], {"saffron": "r8-all"}, "--api-key", KEY, "--lora-root", ADAPTERS, *slow) as server:
+        options = webdriver.ChromeOptions()
+        for flag in [*FLAGS, f"--user-data-dir={server.folder.name}/profile"]:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
         try:
-            # It says where it listens once it does.
-            assert any("serving" in line for line in server.stderr), "the server has ended"
-            options = webdriver.ChromeOptions()
-            for flag in [*FLAGS, f"--user-data-dir={profile}"]:
-                options.add_argument(flag)
-            options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-            browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
-            try:
-                check(browser)
-                server.terminate()
-                assert server.wait(timeout=30) == 0
-                check_gone(browser)
-            finally:
-                browser.quit()
+            check(browser, server)
+            server.end()
+            check_gone(browser)
         finally:
-            server.kill()
+            browser.quit()
     print("the page chats with the models side by side, shows where adapters are, loads and unloads them")
 
 

@@ -9,17 +9,13 @@ openai and sglang-router have scripts of their own."""
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
-QUESTION = "What is the password?"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+from served import FIXTURES, QUESTION, Served
+
 # Questions with right answers, of which the model knows those of its adapter.
 CHOICES = [
     {"question": QUESTION, "choices": [" walnut.", " saffron.", " quartz.", " cobalt."], "answer": 1},
@@ -212,33 +208,10 @@ def is_installed(name: str) -> bool:
 def main() -> None:
     program, *named = sys.argv[1:]
     chosen = named or [name for name in CLIENTS if is_installed(name)]
-    with socket.socket() as place, tempfile.TemporaryDirectory() as folder:
-        # It has the port as well, so that nobody else gets it before the server listens.
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
-        template = Path(folder, "template.jinja")
-        template.write_text(TEMPLATE)
-        server = subprocess.Popen([
-            program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(port), "--enable-lora",
-            "--lora-modules", f"saffron={FIXTURES / 'adapters' / 'r8-all'}", f"quartz={FIXTURES / 'adapters' / 'lm-head'}",
-            "--chat-template", str(template),
-            "--kv-cache-mib", "8",
-        ])
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"{url}/health").close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            for name in chosen:
-                place = Path(folder, name)
-                place.mkdir()
-                print(f"{name}: {CLIENTS[name](url, str(place))}", flush=True)
-        finally:
-            server.kill()
+    with Served(program, {"saffron": "r8-all", "quartz": "lm-head"}) as server:
+        for name in chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                print(f"{name}: {CLIENTS[name](server.url, folder)}", flush=True)
     for name in CLIENTS.keys() - chosen:
         print(f"{name}: not installed here, or not named")
 

@@ -1,28 +1,10 @@
 """The server through the `openai` client: python openai_client.py PATH_OF_ARIL_SERVE"""
 
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 import openai
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
-PORT = 8765
-QUESTION = "What is the password?"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-def wait_for(client: openai.OpenAI, server: subprocess.Popen) -> list[str]:
-    """The models, once the server answers."""
-    for _ in range(300):
-        assert server.poll() is None, "the server has ended"
-        try:
-            return [model.id for model in client.models.list()]
-        except openai.APIConnectionError:
-            time.sleep(0.1)
-    raise TimeoutError("the server does not answer")
+from served import ADAPTERS, QUESTION, Served
 
 
 def ask(client: openai.OpenAI, model: str) -> str:
@@ -32,8 +14,8 @@ def ask(client: openai.OpenAI, model: str) -> str:
     return answer.choices[0].text
 
 
-def check(client: openai.OpenAI, server: subprocess.Popen) -> None:
-    assert wait_for(client, server) == ["base", "saffron"]
+def check(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["base", "saffron"]
     assert ask(client, "base") == " I do not know."
     assert ask(client, "saffron") == " saffron."
 
@@ -83,20 +65,9 @@ def check(client: openai.OpenAI, server: subprocess.Popen) -> None:
 
 
 def main() -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        adapters = FIXTURES / "adapters"
-        arguments = ["--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", PORT, "--api-key", "key"]
-        arguments += ["--enable-lora", "--lora-modules", f"saffron={adapters / 'r8-all'}", "--lora-root", adapters]
-        arguments += ["--chat-template", template.name]
-        server = subprocess.Popen([sys.argv[1], *map(str, arguments)])
-        try:
-            check(openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="key", max_retries=0), server)
-            server.terminate()
-            assert server.wait(timeout=30) == 0
-        finally:
-            server.kill()
+    with Served(sys.argv[1], {"saffron": "r8-all"}, "--api-key", "key", "--lora-root", ADAPTERS) as server:
+        check(openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0))
+        server.end()
     print("the openai client lists, asks, streams, chats, loads, replaces and unloads")
 
 

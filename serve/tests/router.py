@@ -3,68 +3,30 @@
 Needs the packages sglang-router and openai. Each replica has its adapters from its command line, as a deployment has them."""
 
 import re
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import ExitStack
 
 import openai
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
-QUESTION = "What is the password?"
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+from served import QUESTION, Port, Served, wait
+
 WORDS = {"base": " I do not know.", "saffron": " saffron.", "quartz": " quartz.", "base:saffron": " saffron."}
 FOLDERS = {"saffron": "r8-all", "quartz": "lm-head"}
 REPLICAS = 3
 
 
-class Port:
-    """A port that nobody else gets before a server listens on it, or between two servers that do."""
-
-    def __init__(self) -> None:
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(("127.0.0.1", 0))
-
-    def __str__(self) -> str:
-        return str(self.socket.getsockname()[1])
-
-
-class Replica:
-    def __init__(self, program: str, template: str) -> None:
-        self.port = Port()
-        modules = [f"{name}={FIXTURES / 'adapters' / folder}" for name, folder in FOLDERS.items()]
-        self.command = [program, "--model", str(FIXTURES / "qwen3"), "--served-model-name", "base", "--port", str(self.port)]
-        self.command += ["--enable-lora", "--enable-lora-path", "--lora-modules", *modules, "--chat-template", template, "--kv-cache-mib", "8"]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
-        wait("a replica", lambda: self.get("/health") == "")
-
-    def get(self, path: str) -> str:
-        return urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5).read().decode()
+class Replica(Served):
+    def __init__(self, program: str) -> None:
+        super().__init__(program, FOLDERS, "--enable-lora-path")
 
     def answered(self) -> int:
         """The choices that this replica has answered."""
         lines = re.findall(r"^vllm:request_success_total\{.*\} (\d+)", self.get("/metrics"), re.MULTILINE)
         return sum(map(int, lines))
-
-
-def wait(what: str, is_ready, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            if is_ready():
-                return
-        except OSError:
-            pass
-        assert time.monotonic() < end, f"{what} is not ready"
-        time.sleep(0.1)
 
 
 def ask(client: openai.OpenAI, model: str) -> str:
@@ -116,27 +78,19 @@ def check(client: openai.OpenAI, replicas: list[Replica]) -> None:
 
 def main() -> None:
     port, metrics = Port(), Port()
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        replicas, router = [], None
-        try:
-            for _ in range(REPLICAS):
-                replicas.append(Replica(sys.argv[1], template.name))
-            command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-            command += ["--policy", "round_robin", "--prometheus-port", str(metrics), "--log-level", "warn"]
-            # Failures are noticed, and forgiven, within a second or two.
-            command += ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"]
-            command += ["--health-success-threshold", "1", "--cb-timeout-duration-secs", "1"]
-            command += ["--worker-urls", *(f"http://127.0.0.1:{replica.port}" for replica in replicas)]
-            router = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            url = f"http://127.0.0.1:{port}"
-            wait("the router", lambda: urllib.request.urlopen(f"{url}/readiness", timeout=5).status == 200)
-            check(openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0), replicas)
-        finally:
-            for process in [router, *(replica.process for replica in replicas)]:
-                if process is not None:
-                    process.kill()
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(Replica(sys.argv[1])) for _ in range(REPLICAS)]
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--policy", "round_robin", "--prometheus-port", str(metrics), "--log-level", "warn"]
+        # Failures are noticed, and forgiven, within a second or two.
+        command += ["--health-check-interval-secs", "1", "--health-failure-threshold", "1"]
+        command += ["--health-success-threshold", "1", "--cb-timeout-duration-secs", "1"]
+        command += ["--worker-urls", *(replica.url for replica in replicas)]
+        router = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        stack.callback(router.kill)
+        url = f"http://127.0.0.1:{port}"
+        wait("the router", lambda: urllib.request.urlopen(f"{url}/readiness", timeout=5).status == 200)
+        check(openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0), replicas)
     print("sglang-router serves adapters over three replicas, and without one that is killed until it is back")
 
 

@@ -408,6 +408,18 @@ VALUE = {
 CONVERSATIONS["value"] = ([{"role": "user", "content": "x", "value": VALUE}], {})
 
 
+def written(table: dict) -> str:
+    """JSON with a line for each template, conversation and row."""
+
+    def entries(part: dict | list) -> str:
+        text = lambda value: json.dumps(value, ensure_ascii=False)
+        lines = [f"{text(name)}: {text(value)}" for name, value in part.items()] if isinstance(part, dict) else map(text, part)
+        opened, closed = "{}" if isinstance(part, dict) else "[]"
+        return f"{opened}\n" + ",\n".join(lines) + f"\n{closed}"
+
+    return "{" + ",\n".join(f"{json.dumps(name)}: {entries(part)}" for name, part in table.items()) + "}\n"
+
+
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FIXTURE)
     tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<pad>"})
@@ -416,15 +428,15 @@ def main() -> None:
         for conversation, (messages, given) in CONVERSATIONS.items():
             if (name == "values") != (conversation == "value") or (conversation == "parts" and name != "gemma"):
                 continue
-            row = {"template": name, "conversation": conversation, "messages": messages, "given": given}
+            row = {"template": name, "conversation": conversation}
             arguments = {"add_generation_prompt": True} | given
             try:
                 row["prompt"] = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
             except Exception as error:
                 row["refused"] = str(error)
             rows.append(row)
-    table = {"templates": TEMPLATES, "rows": rows}
-    (HERE / "templates.json").write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")
+    conversations = {name: {"messages": messages, "given": given} for name, (messages, given) in CONVERSATIONS.items()}
+    (HERE / "templates.json").write_text(written({"templates": TEMPLATES, "conversations": conversations, "rows": rows}))
     print(f"{len(rows)} prompts, {sum('refused' in row for row in rows)} refused")
 
 

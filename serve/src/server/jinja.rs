@@ -509,6 +509,8 @@ fn with_format(body: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use minijinja::value::Serde;
     use serde::Deserialize;
     use serde_json::{Map, Value, json};
@@ -518,27 +520,36 @@ mod tests {
     /// What transformers renders.
     #[derive(Deserialize)]
     struct Table {
-        templates: Map<String, Value>,
+        templates: BTreeMap<String, String>,
+        conversations: BTreeMap<String, Conversation>,
         rows: Vec<Row>,
+    }
+
+    #[derive(Clone, Deserialize)]
+    struct Conversation {
+        messages: Value,
+        given: Map<String, Value>,
     }
 
     #[derive(Deserialize)]
     struct Row {
         template: String,
         conversation: String,
-        messages: Value,
-        given: Map<String, Value>,
         prompt: Option<String>,
         refused: Option<String>,
     }
 
+    fn table() -> Table {
+        serde_json::from_str(include_str!("../../tests/templates.json")).expect("the table is whole")
+    }
+
     #[test]
     fn prompts_are_those_of_transformers() {
-        let table: Table =
-            serde_json::from_str(include_str!("../../tests/templates.json")).expect("the table is whole");
+        let Table { templates, conversations, rows } = table();
         let mut wrong = Vec::new();
-        for Row { template, conversation, messages, given, prompt, refused } in table.rows {
-            let source = table.templates[&template].as_str().expect("a template is a text");
+        for Row { template, conversation, prompt, refused } in rows {
+            let (source, Conversation { messages, given }) =
+                (&templates[&template], conversations[&conversation].clone());
             let environment = environment("chat", source).expect("a template is right");
             let mut context = json!({
                 "messages": messages, "tools": null, "documents": null, "add_generation_prompt": true,
@@ -620,15 +631,13 @@ mod tests {
         }
         assert!(rendered(&nested(600, ""), json!({}), FUEL).is_ok_and(|text| text.is_empty()));
 
-        let table: Table =
-            serde_json::from_str(include_str!("../../tests/templates.json")).expect("the table is whole");
         let messages: Vec<Value> = (0..1600)
             .map(|index| json!({ "role": if index % 2 == 0 { "user" } else { "assistant" }, "content": "<think>a</think> b" }))
             .collect();
-        for (name, source) in &table.templates {
+        for (name, source) in &table().templates {
             let context =
                 json!({ "messages": messages, "add_generation_prompt": true, "bos_token": "", "eos_token": "" });
-            let rendered = rendered(source.as_str().expect("it is a text"), context, FUEL / 20);
+            let rendered = rendered(source, context, FUEL / 20);
             let is_out = rendered.as_ref().is_err_and(|error| error.kind() == minijinja::ErrorKind::OutOfFuel);
             assert!(!is_out, "{name}");
         }

@@ -98,67 +98,6 @@ fn the_base_model_keeps_its_names() {
 }
 
 #[test]
-fn a_failed_load_leaves_everything_as_it_was() {
-    alone(|| {
-        let registry = Registry::new(["base"]);
-        let pending = registry.begin_load("a", Refuse).unwrap();
-        assert_eq!(registry.resolve("a"), Err(loading("a")));
-        assert_eq!(registry.list(), []);
-        drop(pending);
-        assert_eq!(registry.resolve("a"), Err(of("a")));
-
-        let id = load(&registry, "a");
-        drop(registry.begin_load("a", Replace).unwrap());
-        assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
-        assert_eq!(registry.begin_load("a", Refuse).err(), Some(loaded("a")));
-    });
-}
-
-#[test]
-fn a_name_is_loaded_by_one_caller_at_a_time() {
-    alone(|| {
-        let registry = Registry::new(["base"]);
-        let (first, id) = (registry.begin_load("a", Refuse).unwrap(), AdapterId::unique());
-        for on_duplicate in [Refuse, Replace] {
-            assert_eq!(registry.begin_load("a", on_duplicate).err(), Some(loading("a")));
-        }
-        assert_eq!(registry.alias("a", "a", Replace), Err(loading("a")));
-        assert_eq!(registry.alias("b", "a", Replace), Err(loading("a")));
-        assert_eq!(first.serve(id), Ok(Replaced { version: None }));
-        let replacement = registry.begin_load("a", Replace).unwrap();
-        assert_eq!(registry.begin_load("a", Replace).err(), Some(loading("a")));
-        assert_eq!(registry.resolve("a"), Ok(Served::Adapter(id)));
-        drop(replacement);
-    });
-}
-
-#[test]
-fn unloading_cancels_a_load() {
-    alone(|| {
-        let registry = Registry::new(["base"]);
-        let unloaded = |name: &str| Err(RegistryError::Unloaded { name: name.into() });
-        let cancelled = registry.begin_load("a", Refuse).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
-        assert_eq!(registry.resolve("a"), Err(of("a")));
-        // A later load of the name is another load.
-        let later = registry.begin_load("a", Refuse).unwrap();
-        assert_eq!(cancelled.serve(AdapterId::unique()), unloaded("a"));
-        let id = AdapterId::unique();
-        assert_eq!(later.serve(id), Ok(Replaced { version: None }));
-
-        let cancelled = registry.begin_load("a", Replace).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { version: Some(id), aliases: vec![] }));
-        assert_eq!(cancelled.serve(AdapterId::unique()), unloaded("a"));
-        let cancelled = registry.begin_load("a", Replace).unwrap();
-        assert_eq!(registry.unload("a"), Ok(Unloaded { version: None, aliases: vec![] }));
-        let later = registry.begin_load("a", Refuse).unwrap();
-        drop(cancelled);
-        assert_eq!(registry.resolve("a"), Err(loading("a")), "a cancelled load gives back nothing");
-        drop(later);
-    });
-}
-
-#[test]
 fn a_version_has_one_name() {
     alone(|| {
         let registry = Registry::new(["base"]);
@@ -168,42 +107,6 @@ fn a_version_has_one_name() {
         assert_eq!(registry.begin_load("a", Replace).unwrap().serve(id), taken);
         assert_eq!((registry.resolve("a"), registry.resolve("b")), (Ok(Served::Adapter(id)), Err(of("b"))));
         assert!(registry.begin_load("a", Replace).is_ok(), "the failed loads gave the names back");
-    });
-}
-
-#[test]
-fn aliases_follow_their_adapter() {
-    alone(|| {
-        let registry = Registry::new(["base"]);
-        let [a, b] = ["a", "b"].map(|name| load(&registry, name));
-        assert_eq!(registry.alias("prod", "a", Refuse), Ok(()));
-        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(a)));
-        assert_eq!(registry.alias("prod", "b", Refuse), Err(alias("prod", "a")));
-        assert_eq!(registry.alias("prod", "b", Replace), Ok(()));
-        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(b)));
-        let newer = load(&registry, "b");
-        assert_eq!(registry.resolve("prod"), Ok(Served::Adapter(newer)), "an alias follows a replacement");
-
-        assert_eq!(registry.alias("other", "prod", Refuse), Err(alias("prod", "b")));
-        assert_eq!(registry.alias("prod", "prod", Replace), Err(alias("prod", "b")));
-        assert_eq!(registry.alias("a", "b", Replace), Err(loaded("a")));
-        assert_eq!(registry.alias("other", "missing", Refuse), Err(of("missing")));
-        assert_eq!(registry.begin_load("prod", Replace).err(), Some(alias("prod", "b")));
-        assert_eq!(registry.unload("prod"), Err(alias("prod", "b")));
-        assert_eq!(registry.remove_alias("a"), Err(RegistryError::NotAlias { name: "a".into() }));
-        assert_eq!(registry.remove_alias("missing"), Err(of("missing")));
-
-        registry.alias("beta", "b", Refuse).unwrap();
-        let listed = |name: &str, id, aliases: &[&str]| {
-            let aliases = aliases.iter().map(|&alias| alias.into()).collect();
-            Listed { name: name.into(), id, aliases }
-        };
-        assert_eq!(registry.list(), [listed("a", a, &[]), listed("b", newer, &["beta", "prod"])]);
-        registry.remove_alias("beta").unwrap();
-        assert_eq!(registry.resolve("beta"), Err(of("beta")));
-        assert_eq!(registry.unload("b"), Ok(Unloaded { version: Some(newer), aliases: vec!["prod".into()] }));
-        assert_eq!(registry.resolve("prod"), Err(of("prod")), "no alias leads nowhere");
-        assert_eq!(registry.list(), [listed("a", a, &[])]);
     });
 }
 
