@@ -11,7 +11,7 @@ use std::{
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, AdapterError, SlotImage},
+    adapter::Adapter,
     cpu::{LoraLinear, Matrix, MatrixMut, Staging, Step, WeightTable, Workspace},
     error::{LoadError, OperandError, SlotError},
     model::{LinearId, Model},
@@ -88,53 +88,6 @@ fn whole(layers: &[Vec<[f32; FEATURES]>]) -> Vec<f32> {
     values
 }
 
-/// A slot names the adapter that was loaded into it: in `check` and in steps, until it is replaced or unloaded, and in no other table.
-#[test]
-fn a_slot_is_valid_until_its_adapter_is_gone() {
-    let (model, ids) = model();
-    let adapters = [1.0, 2.0].map(|value| adapter(1, value));
-    let [first, second] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
-    let weights = table(&model, 3, 4 * first.bytes());
-    let one = weights.load(2, &first).unwrap();
-    let other = weights.load(0, &first).unwrap();
-    assert_eq!(([one, other].map(Slot::index), [one, other].map(Slot::number)), ([Some(2), Some(0)], [2, 0]));
-    weights.check([one, Slot::BASE, other]).unwrap();
-    let step = |slots: &[Slot]| weights.step(&Batch::new(slots), &mut Workspace::default()).map(drop);
-    step(&[one, other]).unwrap();
-
-    let is_gone = |slot| {
-        assert_eq!(weights.check([other, slot]), Err(SlotError::Gone { slot }));
-        assert_eq!(step(&[other, Slot::BASE, slot]), Err(OperandError::NotLoaded { slot }));
-    };
-    let replaced = weights.load(2, &second).unwrap();
-    is_gone(one);
-    weights.check([replaced, other]).unwrap();
-    assert_eq!(values(&weights, &ids, &[other, Slot::BASE, replaced]), [1.0, 0.0, 2.0]);
-
-    weights.unload(2).unwrap();
-    is_gone(replaced);
-    // The same adapter loaded again is in another slot.
-    let again = weights.load(2, &first).unwrap();
-    is_gone(one);
-    is_gone(replaced);
-    weights.check([again, other]).unwrap();
-    weights.check([]).unwrap();
-
-    // Nor does another table take it, whether or not it has an adapter there.
-    for num_slots in [1, 3] {
-        let elsewhere = table(&model, num_slots, first.bytes());
-        assert_eq!(elsewhere.check([again]), Err(SlotError::Gone { slot: again }));
-        elsewhere.load(0, &first).unwrap();
-        assert_eq!(elsewhere.check([other]), Err(SlotError::Gone { slot: other }));
-        let refused = elsewhere.step(&Batch::new(&[other]), &mut Workspace::default()).unwrap_err();
-        assert_eq!(refused, OperandError::NotLoaded { slot: other });
-        assert_eq!(
-            refused.to_string(),
-            "the batch names slot 0, whose adapter has been unloaded or replaced, or is in another table or pool"
-        );
-    }
-}
-
 #[test]
 fn a_table_says_what_is_loaded() {
     let (model, _) = model();
@@ -154,23 +107,6 @@ fn a_table_says_what_is_loaded() {
     // An empty slot may be emptied.
     weights.unload(1).unwrap();
     assert_eq!((weights.model(), weights.dtype(), weights.capacity().num_slots), (&model, DType::F32, 4));
-}
-
-#[test]
-fn slots_that_do_not_exist_are_refused() {
-    let (model, _) = model();
-    let adapter = adapter(1, 1.0);
-    let image = adapter.plan(&model, DType::F32).unwrap();
-    let weights = table(&model, 2, image.bytes());
-    for slot in [2, usize::MAX] {
-        let refused = SlotError::NoSuchSlot { slot, num_slots: 2 };
-        assert_eq!(slot_error(weights.unload(slot)), refused);
-        assert!(matches!(weights.load(slot, &image), Err(LoadError::Slot(error)) if error == refused));
-        let filled = weights.reserve(&image).unwrap().fill(&image, &mut Staging::default()).unwrap();
-        assert_eq!(slot_error(weights.commit(slot, filled)), refused);
-        assert_eq!(weights.usage().used, 0);
-    }
-    assert_eq!(SlotError::NoSuchSlot { slot: 2, num_slots: 2 }.to_string(), "slot 2 is not one of the table's 2 slots");
 }
 
 #[test]
@@ -254,32 +190,6 @@ fn room_is_given_once() {
         }
     });
     assert_eq!((held.into_inner(), weights.usage().used), (0, 0));
-}
-
-/// The slot keeps its adapter, and the table frees the memory.
-#[test]
-fn a_load_that_fails_changes_nothing() {
-    let (model, ids) = model();
-    let (others, _) = self::model();
-    let adapters = [(2, 1.0), (2, f32::NAN), (MAX_RANK + 1, 1.0)].map(|(rank, value)| adapter(rank, value));
-    let [good, nan, wide] = adapters.each_ref().map(|adapter| adapter.plan(&model, DType::F32).unwrap());
-    let weights = table(&model, 1, 4 * wide.bytes());
-    let slot = weights.load(0, &good).unwrap();
-    let (usage, info) = (weights.usage(), weights.get(0));
-    let refused = |image: &SlotImage<'_>| {
-        let error = weights.load(0, image).unwrap_err();
-        weights.check([slot]).unwrap();
-        assert_eq!((weights.usage(), weights.get(0)), (usage, info));
-        assert_eq!(values(&weights, &ids, &[slot]), [1.0]);
-        error
-    };
-    assert!(matches!(refused(&nan), LoadError::Adapter(AdapterError::Unrepresentable { .. })));
-    let rank = refused(&wide);
-    assert_eq!(rank.to_string(), "the adapter has rank 17, but the table accepts ranks up to 16");
-    let other = refused(&adapters[0].plan(&others, DType::F32).unwrap());
-    assert!(matches!(other, LoadError::Slot(SlotError::Model)), "{other}");
-    let dtype = refused(&adapters[0].plan(&model, DType::BF16).unwrap());
-    assert!(matches!(dtype, LoadError::Slot(SlotError::DType { got: DType::BF16, want: DType::F32 })), "{dtype}");
 }
 
 /// An engine has one type of error for making a table and loading into it.

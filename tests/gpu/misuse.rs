@@ -40,67 +40,46 @@ fn step(weights: &WeightTable, routing: &mut Routing, workspace: &mut Workspace)
     Ok(weights.step(&batch, workspace).map(drop)?)
 }
 
+const NOTHING: &str = "the captured step enqueued no work";
+
 const MISTAKES: &[Mistake] = &[
-    Mistake {
-        number: 2,
-        what: "a routing is for another number of slots than the table",
-        error: "the routing has 1 slots, but the table has 2",
-        make: |world| {
+    Mistake(
+        "a routing is for another number of slots than the table",
+        "the routing has 1 slots, but the table has 2",
+        |world| {
             let mut routing = world.backend.routing(0, capacity().slots(1))?;
             step(&world.weights, &mut routing, &mut world.workspace)
         },
-    },
-    Mistake {
-        number: 2,
-        what: "a capture's routing is for another number of slots than the table",
-        error: "the routing has 3 slots, but the table has 2",
-        make: |world| {
+    ),
+    Mistake(
+        "a capture's routing is for another number of slots than the table",
+        "the routing has 3 slots, but the table has 2",
+        |world| {
             world.routing = world.backend.routing(0, capacity().slots(3))?;
             Ok(capture(world, 1).map(drop)?)
         },
-    },
-    Mistake {
-        number: 3,
-        what: "a workspace is one of another stream",
-        error: "the workspace was created on a different stream",
-        make: |world| {
-            let mut workspace = world.backend.workspace(1, &world.weights);
-            step(&world.weights, &mut world.routing, &mut workspace)
-        },
-    },
-    Mistake {
-        number: 3,
-        what: "a workspace is too small",
-        error: "the workspace has",
-        make: |world| {
-            world.workspace = Workspace::with_bytes(world.backend.queue(0), aril::plan::WorkspaceBytes::default())?;
-            capture(world, 1).map(drop)?;
-            Ok(())
-        },
-    },
-    Mistake {
-        number: 5,
-        what: "a routing is one of another stream",
-        error: "the batch was created on a different stream",
-        make: |world| {
-            let mut routing = world.backend.routing(1, capacity())?;
-            step(&world.weights, &mut routing, &mut world.workspace)
-        },
-    },
-    Mistake {
-        number: 5,
-        what: "an operand is a buffer of another stream",
-        error: "was created on a different stream",
-        make: |world| {
-            world.x = world.backend.elements(1, &[1.0; FEATURES]);
-            Ok(capture(world, 1).map(drop)?)
-        },
-    },
-    Mistake {
-        number: 15,
-        what: "a host runs further ahead than its routing has staging buffers",
-        error: "all 1 staging buffers of the routing are in use",
-        make: |world| {
+    ),
+    Mistake("a workspace is one of another stream", "the workspace was created on a different stream", |world| {
+        let mut workspace = world.backend.workspace(1, &world.weights);
+        step(&world.weights, &mut world.routing, &mut workspace)
+    }),
+    Mistake("a workspace is too small", "the workspace has", |world| {
+        world.workspace = Workspace::with_bytes(world.backend.queue(0), aril::plan::WorkspaceBytes::default())?;
+        capture(world, 1).map(drop)?;
+        Ok(())
+    }),
+    Mistake("a routing is one of another stream", "the batch was created on a different stream", |world| {
+        let mut routing = world.backend.routing(1, capacity())?;
+        step(&world.weights, &mut routing, &mut world.workspace)
+    }),
+    Mistake("an operand is a buffer of another stream", "was created on a different stream", |world| {
+        world.x = world.backend.elements(1, &[1.0; FEATURES]);
+        Ok(capture(world, 1).map(drop)?)
+    }),
+    Mistake(
+        "a host runs further ahead than its routing has staging buffers",
+        "all 1 staging buffers of the routing are in use",
+        |world| {
             let mut routing = Routing::new(world.backend.queue(0), capacity(), 1)?;
             // The stream waits for what the host enqueues faster than the device copies.
             for _ in 0..100_000 {
@@ -108,45 +87,37 @@ const MISTAKES: &[Mistake] = &[
             }
             Ok(())
         },
-    },
-    Mistake {
-        number: 16,
-        what: "a graph is smaller than the batch",
-        error: "the batch's tokens for this graph must be at most 1, not 2",
-        make: |world| {
+    ),
+    Mistake(
+        "a graph is smaller than the batch",
+        "the batch's tokens for this graph must be at most 1, not 2",
+        |world| {
             let (mut graph, slot) = (capture(world, 1)?, world.slot());
             let batch = world.routing.update(&Batch::new(&[slot; 2]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
-    },
-    Mistake {
-        number: 17,
-        what: "another routing than the captured one was updated",
-        error: "the graph was captured with another routing than the step's",
-        make: |world| {
+    ),
+    Mistake(
+        "another routing than the captured one was updated",
+        "the graph was captured with another routing than the step's",
+        |world| {
             let (mut graph, slot) = (capture(world, 1)?, world.slot());
             let mut other = world.backend.routing(0, capacity())?;
             let batch = other.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
-    },
-    Mistake {
-        number: 17,
-        what: "a graph is replayed in a step of another table",
-        error: "the graph was captured with another",
-        make: |world| {
-            let mut graph = capture(world, 1)?;
-            let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16)?;
-            let slot = world.load(&other, 0, 5.0)?;
-            let batch = world.routing.update(&Batch::new(&[slot]))?;
-            Ok(graph.replay(&mut other.step(&batch, &mut world.workspace)?)?)
-        },
-    },
-    Mistake {
-        number: 17,
-        what: "a graph without adapters is replayed for a batch with one",
-        error: "the graph was captured without adapters, and the batch has one",
-        make: |world| {
+    ),
+    Mistake("a graph is replayed in a step of another table", "the graph was captured with another", |world| {
+        let mut graph = capture(world, 1)?;
+        let other = world.backend.table(&world.model, DType::F32, capacity(), 1 << 16)?;
+        let slot = world.load(&other, 0, 5.0)?;
+        let batch = world.routing.update(&Batch::new(&[slot]))?;
+        Ok(graph.replay(&mut other.step(&batch, &mut world.workspace)?)?)
+    }),
+    Mistake(
+        "a graph without adapters is replayed for a batch with one",
+        "the graph was captured without adapters, and the batch has one",
+        |world| {
             let slot = world.slot();
             let (x, y) = (&world.x, &mut world.y);
             let mut graph = world.weights.capture_without_adapters::<LaunchError>(
@@ -158,57 +129,35 @@ const MISTAKES: &[Mistake] = &[
             let batch = world.routing.update(&Batch::new(&[slot]))?;
             Ok(graph.replay(&mut world.weights.step(&batch, &mut world.workspace)?)?)
         },
-    },
-    Mistake {
-        number: 5,
-        what: "two queues use one slice",
-        error: "`from` was created on a different stream",
-        make: |world| {
-            let [queue, other] = [0, 1].map(|stream| world.backend.queue(stream));
-            let slice = queue.stream().alloc_zeros::<f32>(4)?;
-            queue.copy(&slice, &mut Buffer::zeros(queue, 4)?)?;
-            Ok(other.copy(&slice, &mut Buffer::zeros(other, 4)?)?)
-        },
-    },
-    Mistake {
-        number: 18,
-        what: "an operation is called during a capture, and not on its step",
-        error: "the captured step enqueued no work",
-        make: |world| {
-            let slot = world.slot();
-            let (layer, mut routing) =
-                (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity())?);
-            let mut workspace = world.backend.workspace(0, &world.weights);
-            let (x, mut y) = (world.backend.elements(0, &[1.0; FEATURES]), world.backend.elements(0, &[0.0; FEATURES]));
-            capturing(world, |weights, _| {
-                let batch = routing.update(&Batch::new(&[slot]))?;
-                let mut step = weights.step(&batch, &mut workspace)?;
-                let (x, y) = (Matrix::<f32>::new(&x, 1, FEATURES)?, MatrixMut::<f32>::new(&mut y, 1, FEATURES)?);
-                Ok(layer.add_delta(&mut step, x, y)?)
-            })
-        },
-    },
-    Mistake {
-        number: 18,
-        what: "nothing is captured",
-        error: "the captured step enqueued no work",
-        make: |world| capturing(world, |_, _| Ok(())),
-    },
-    Mistake {
-        number: 18,
-        what: "a queue copies during a capture, in the place of its step",
-        error: "the captured step enqueued no work",
-        make: |world| {
-            let (queue, x) = (world.backend.queue(0).clone(), world.backend.elements(0, &[1.0; 4]));
-            let mut to = Buffer::zeros(&queue, 4)?;
-            capturing(world, |_, _| Ok(Queue::copy(&queue, &x, &mut to)?))
-        },
-    },
-    Mistake {
-        number: 18,
-        what: "an operand of a captured step is borrowed",
-        error: "is borrowed, but the operands of a captured step must be buffers",
-        make: |world| {
+    ),
+    Mistake("two queues use one slice", "`from` was created on a different stream", |world| {
+        let [queue, other] = [0, 1].map(|stream| world.backend.queue(stream));
+        let slice = queue.stream().alloc_zeros::<f32>(4)?;
+        queue.copy(&slice, &mut Buffer::zeros(queue, 4)?)?;
+        Ok(other.copy(&slice, &mut Buffer::zeros(other, 4)?)?)
+    }),
+    Mistake("an operation is called during a capture, and not on its step", NOTHING, |world| {
+        let slot = world.slot();
+        let (layer, mut routing) = (LoraLinear::new(&world.weights, world.id)?, world.backend.routing(0, capacity())?);
+        let mut workspace = world.backend.workspace(0, &world.weights);
+        let (x, mut y) = (world.backend.elements(0, &[1.0; FEATURES]), world.backend.elements(0, &[0.0; FEATURES]));
+        capturing(world, |weights, _| {
+            let batch = routing.update(&Batch::new(&[slot]))?;
+            let mut step = weights.step(&batch, &mut workspace)?;
+            let (x, y) = (Matrix::<f32>::new(&x, 1, FEATURES)?, MatrixMut::<f32>::new(&mut y, 1, FEATURES)?);
+            Ok(layer.add_delta(&mut step, x, y)?)
+        })
+    }),
+    Mistake("nothing is captured", NOTHING, |world| capturing(world, |_, _| Ok(()))),
+    Mistake("a queue copies during a capture, in the place of its step", NOTHING, |world| {
+        let (queue, x) = (world.backend.queue(0).clone(), world.backend.elements(0, &[1.0; 4]));
+        let mut to = Buffer::zeros(&queue, 4)?;
+        capturing(world, |_, _| Ok(Queue::copy(&queue, &x, &mut to)?))
+    }),
+    Mistake(
+        "an operand of a captured step is borrowed",
+        "is borrowed, but the operands of a captured step must be buffers",
+        |world| {
             let stream = world.backend.queue(0).stream();
             let slice = stream.alloc_zeros::<f32>(FEATURES)?;
             let layer = LoraLinear::new(&world.weights, world.id)?;
@@ -218,17 +167,12 @@ const MISTAKES: &[Mistake] = &[
             });
             Ok(captured.map(drop)?)
         },
-    },
-    Mistake {
-        number: 18,
-        what: "a graph is longer than its routing",
-        error: "the batch's tokens must be at most 2, not 4",
-        make: |world| {
-            world.x = world.backend.elements(0, &[1.0; 4 * FEATURES]);
-            world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8))?;
-            Ok(capture(world, 4).map(drop)?)
-        },
-    },
+    ),
+    Mistake("a graph is longer than its routing", "the batch's tokens must be at most 2, not 4", |world| {
+        world.x = world.backend.elements(0, &[1.0; 4 * FEATURES]);
+        world.routing = world.backend.routing(0, Capacity::tokens(2).slots(2).rank(8))?;
+        Ok(capture(world, 4).map(drop)?)
+    }),
 ];
 
 #[test]

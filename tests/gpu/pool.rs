@@ -335,40 +335,6 @@ fn what_cannot_be_enqueued_is_refused() {
     assert!(!weights.fits(&image));
 }
 
-/// Steps and graphs refuse slots that no lease of their stream holds.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_step_refuses_slots_that_no_lease_holds() {
-    let mut setup = Setup::new(2, 3, 4);
-    let id = setup.adding(16, 1.0);
-    let lease = setup.lease(id, 0);
-    let slots = [lease.slot(); TOKENS];
-    let mut graph = setup.lanes[0].capture();
-    setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap();
-    setup.lanes[0].check(0, &[1.0], "with a lease");
-    let is_refused = |error: LaunchError| {
-        assert!(matches!(error, LaunchError::Operand(OperandError::NotLeased { slot }) if slot == slots[0]), "{error}");
-    };
-    let step = |setup: &mut Setup, lane: usize| {
-        let (lane, pool) = (&mut setup.lanes[lane], &setup.pool);
-        let batch = lane.routing.update(&Batch::new(&slots)).unwrap();
-        let pooled = lane.weights.step(&batch, &mut lane.workspace).unwrap_err();
-        assert!(matches!(pooled, LaunchError::Operand(OperandError::Pooled)), "{pooled}");
-        pool.step(lane.stream, &batch, &mut lane.workspace).map(drop)
-    };
-    is_refused(step(&mut setup, 1).unwrap_err());
-    step(&mut setup, 0).unwrap();
-    drop(lease);
-    step(&mut setup, 0).unwrap();
-    setup.pool.end_step(StreamId::FIRST).unwrap();
-    is_refused(step(&mut setup, 0).unwrap_err());
-    is_refused(setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap_err());
-    setup.lanes[0].check(0, &[0.0], "after a refusal");
-    let _lease = setup.lease(id, 0);
-    setup.lanes[0].replay(&setup.pool, &mut graph, &slots).unwrap();
-    setup.lanes[0].check(0, &[1.0], "with a lease again");
-}
-
 /// Slots in device memory are not checked. Without a lease, they give their old adapter as a whole, and then the base model.
 #[test]
 #[ignore = "needs a GPU"]

@@ -8,9 +8,8 @@ use std::{
 
 use aril::{
     DType, Slot,
-    cpu::{WeightTable, Workspace},
+    cpu::Workspace,
     error::OperandError,
-    plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source, StreamId, Tier},
     routing::Batch,
 };
@@ -103,12 +102,7 @@ fn a_slot_waits_for_the_end_of_a_step_on_every_stream_that_it_was_leased_for() {
     setup.finish();
 }
 
-/// Whether a step with this slot is refused, by its name.
-fn is_refused(setup: &Setup, slot: Slot) -> bool {
-    is_refused_on(setup, STREAM, slot)
-}
-
-/// The same, for a step of this stream.
+/// Whether a step of this stream with this slot is refused, by its name.
 fn is_refused_on(setup: &Setup, stream: StreamId, slot: Slot) -> bool {
     let (slots, mut workspace) = ([Slot::BASE, slot], Workspace::default());
     match setup.pool.step(stream, &Batch::new(&slots), &mut workspace) {
@@ -118,116 +112,6 @@ fn is_refused_on(setup: &Setup, stream: StreamId, slot: Slot) -> bool {
             true
         }
     }
-}
-
-#[test]
-fn a_step_refuses_slots_that_no_lease_holds() {
-    let mut setup = Setup::new(2, 3);
-    let other = setup.pool.add_stream();
-    let ids = [1.0, 2.0].map(|value| setup.adding(value));
-    assert!(!is_refused(&setup, Slot::BASE));
-    let leases = [setup.lease(ids[0]), setup.lease(ids[0])];
-    let slot = leases[0].slot();
-    assert!(!is_refused(&setup, slot) && slot == leases[1].slot());
-    let [first, second] = leases;
-    drop(first);
-    setup.pool.end_step(STREAM).unwrap();
-    assert_eq!(setup.step(&[&second]), [1.0]);
-    drop(second);
-    // The step may go on until its end, and that of another stream's is none.
-    setup.pool.end_step(other).unwrap();
-    assert!(!is_refused(&setup, slot));
-    setup.pool.end_step(STREAM).unwrap();
-    assert!(is_refused(&setup, slot));
-
-    // A lease is of one stream.
-    let lease = setup.pool.acquire(ids[0], other).unwrap();
-    setup.pool.end_step(STREAM).unwrap();
-    assert!(!is_refused_on(&setup, other, slot) && is_refused(&setup, slot));
-    drop(lease);
-    setup.pool.end_step(other).unwrap();
-    assert!(is_refused_on(&setup, other, slot));
-    let (mut elsewhere, mut workspace) = (Setup::new(1, 1).pool, Workspace::default());
-    let [_, elsewhere] = [(); 2].map(|()| elsewhere.add_stream());
-    let error = setup.pool.step(elsewhere, &Batch::new(&[]), &mut workspace).unwrap_err();
-    assert_eq!(error, OperandError::NoSuchStream { stream: elsewhere });
-
-    // A request that kept its slot across an eviction is refused, and not served by the base model.
-    setup.pool.unregister(ids[0]).unwrap();
-    assert!(setup.pool.weights(STREAM).unwrap().loaded().is_empty() && is_refused(&setup, slot));
-    setup.finish();
-}
-
-/// A request that kept its slot is refused, whichever adapter is leased there now.
-#[test]
-fn a_step_refuses_the_slot_of_an_ended_lease() {
-    let mut setup = Setup::new(1, 2);
-    let ids = [1.0, 1000.0].map(|value| setup.adding(value));
-    let lease = setup.lease(ids[0]);
-    let slot = lease.slot();
-    drop(lease);
-    setup.pool.end_step(STREAM).unwrap();
-    assert!(is_refused(&setup, slot));
-    let lease = setup.lease(ids[1]);
-    assert_eq!(lease.slot().index(), slot.index());
-    assert!(is_refused(&setup, slot) && !is_refused(&setup, lease.slot()));
-    assert_eq!(setup.step(&[&lease]), [1000.0]);
-    drop(lease);
-    setup.pool.end_step(STREAM).unwrap();
-    // Another copy of the same adapter.
-    let lease = setup.lease(ids[0]);
-    assert!(is_refused(&setup, slot) && !is_refused(&setup, lease.slot()));
-    // Leases of one copy have one slot, and any of them holds it.
-    let (slot, other) = (lease.slot(), setup.lease(ids[0]));
-    assert_eq!(slot, other.slot());
-    drop(lease);
-    setup.pool.end_step(STREAM).unwrap();
-    assert!(!is_refused(&setup, slot));
-    drop(other);
-    setup.pool.end_step(STREAM).unwrap();
-    assert!(is_refused(&setup, slot));
-    setup.finish();
-}
-
-/// Nor does a table take the slots of leases, whether or not it belongs to the pool.
-#[test]
-fn a_step_refuses_the_slots_of_other_pools_and_of_tables() {
-    let mut setup = Setup::new(2, 2);
-    let mut elsewhere = Setup::new(2, 2);
-    let adapters = [1.0, 2.0].map(|value| adapter(8, value));
-    let capacity = Capacity::tokens(8).slots(2).rank(64);
-    let table = WeightTable::new(&setup.model, DType::F32, capacity, 2 * BYTES).unwrap();
-    let strangers = [0, 1].map(|index| {
-        let of_table = table.load(index, &adapters[index].plan(&setup.model, DType::F32).unwrap()).unwrap();
-        let id = elsewhere.memory(Arc::clone(&adapters[index]));
-        (elsewhere.lease(id), of_table)
-    });
-    let ids = [3.0, 4.0].map(|value| setup.adding(value));
-    let mut leases = Vec::new();
-    for number in 0..3 {
-        // None of the pool's slots is leased, then one, then both.
-        if let Some(&id) = ids.get(number) {
-            for (lease, of_table) in &strangers {
-                assert!(is_refused(&setup, lease.slot()) && is_refused(&setup, *of_table));
-            }
-            leases.push(setup.lease(id));
-        }
-        // What the pool's own table says of its slots is no lease.
-        for info in setup.pool.weights(STREAM).unwrap().loaded() {
-            assert!(is_refused(&setup, info.slot));
-        }
-    }
-    assert_eq!(setup.step(&leases.iter().collect::<Vec<_>>()), [3.0, 4.0]);
-    for lease in &leases {
-        let slot = lease.slot();
-        let refused = table.step(&Batch::new(&[slot]), &mut Workspace::default()).map(drop);
-        assert_eq!(refused, Err(OperandError::NotLoaded { slot }));
-    }
-    drop((leases, strangers));
-    setup.pool.end_step(STREAM).unwrap();
-    elsewhere.pool.end_step(STREAM).unwrap();
-    setup.finish();
-    elsewhere.finish();
 }
 
 /// Whichever of them leased first, and whichever ends its step first.

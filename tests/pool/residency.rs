@@ -8,12 +8,11 @@ use std::{
 
 use aril::{
     DType,
-    cpu::{AdapterPool, Workspace},
-    error::{LoadError, OperandError, SlotError},
+    cpu::AdapterPool,
+    error::SlotError,
     model::{Experts, ModelSpec, TpRank},
     plan::Capacity,
     pool::{PoolConfig, PoolError, Source, StreamId, Tier},
-    routing::Batch,
 };
 
 use crate::{
@@ -428,26 +427,6 @@ fn what_does_not_fit_the_pool_is_refused_when_it_is_registered() {
     let large = source(adapter(32, 1.0), &small_host.model, DType::F32);
     let refused = small_host.pool.register(large).unwrap_err();
     assert!(matches!(refused, PoolError::TooLarge { what: "host tier", .. }), "{refused}");
-    setup.finish();
-}
-
-#[test]
-fn the_pool_alone_changes_its_table() {
-    let mut setup = Setup::new(2, 2);
-    let id = setup.adding(1.0);
-    let lease = setup.lease(id);
-    let adapter = adapter(8, 9.0);
-    let image = adapter.plan(&setup.model, DType::F32).unwrap();
-    let weights = setup.pool.weights(StreamId::FIRST).unwrap().clone();
-    let is_refused = |error: LoadError| matches!(error, LoadError::Slot(SlotError::Pooled));
-    assert!(is_refused(weights.load(1, &image).unwrap_err()));
-    assert!(is_refused(weights.reserve(&image).unwrap_err()));
-    assert!(is_refused(weights.unload(0).unwrap_err()));
-    let (slots, mut workspace) = ([lease.slot()], Workspace::default());
-    assert_eq!(weights.step(&Batch::new(&slots), &mut workspace).unwrap_err(), OperandError::Pooled);
-    assert_eq!(setup.step(&[&lease]), [1.0]);
-    drop(lease);
-    setup.pool.end_step(StreamId::FIRST).unwrap();
     setup.finish();
 }
 
