@@ -4,7 +4,7 @@ use std::{fs, time::Duration};
 
 use serde_json::{Value, json};
 
-use crate::client::{QUESTION, Server, chunks, error, fixture, text};
+use crate::client::{QUESTION, Server, chunks, error, text};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn chat_renders_the_template() {
@@ -137,7 +137,7 @@ async fn ending_drains_the_requests() {
 async fn a_build_without_cuda_refuses_a_gpu() {
     use clap::Parser as _;
 
-    let model = fixture("qwen3").display().to_string();
+    let model = crate::client::fixture("qwen3").display().to_string();
     let options = aril_serve::Options::parse_from([
         "aril-serve",
         "--model",
