@@ -1043,44 +1043,34 @@ fn pair() -> Split {
     TpRank::new(0, 2).expect("there is a first rank").into()
 }
 
-/// The tests on a number of ranks of a device, each with these attributes.
+/// Tests on a device, each with these arguments and this attribute; without names, those on a number of ranks.
 macro_rules! on {
-    ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
-        $(#[$attribute])*
-        #[test]
-        fn tokens_are_those_of_the_goldens() {
-            super::tokens_are_those_of_the_goldens::<$device>($tp);
-        }
-
-        $(#[$attribute])*
-        #[test]
-        fn prefixes_are_shared_within_a_version_alone() {
-            super::prefixes_are_shared_within_a_version_alone::<$device>($tp);
-        }
-
-        $(#[$attribute])*
-        #[test]
-        fn a_removed_version_answers_its_last_requests() {
-            super::a_removed_version_answers_its_last_requests::<$device>($tp);
-        }
-
-        $(#[$attribute])*
-        #[test]
-        fn an_adapter_that_vanishes_fails_its_requests_alone() {
-            super::an_adapter_that_vanishes_fails_its_requests_alone::<$device>($tp);
-        }
+    ($device:ty, $tp:tt, $attribute:meta) => {
+        on!(
+            $device, $tp, $attribute: tokens_are_those_of_the_goldens prefixes_are_shared_within_a_version_alone
+            a_removed_version_answers_its_last_requests an_adapter_that_vanishes_fails_its_requests_alone
+        );
+    };
+    ($device:ty, $arguments:tt, $attribute:meta: $($name:ident)*) => {
+        $(
+            #[$attribute]
+            #[test]
+            fn $name() {
+                super::$name::<$device> $arguments;
+            }
+        )*
     };
 }
 
-/// Any schedule on a number of ranks of a device, with these attributes.
-macro_rules! schedules_on {
-    ($device:ty, $tp:expr, $(#[$attribute:meta])*) => {
+/// Any schedule of these actions on a number of ranks of a device.
+macro_rules! schedules {
+    ($name:ident, $device:ty, $tp:expr, $cases:expr, $actions:expr, $attribute:meta) => {
         proptest! {
-            #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+            #![proptest_config(ProptestConfig { cases: $cases, ..ProptestConfig::default() })]
 
-            $(#[$attribute])*
+            #[$attribute]
             #[test]
-            fn every_schedule_gives_every_request_its_own_tokens(actions in actions(), sizes in sizes()) {
+            fn $name(actions in $actions, sizes in sizes()) {
                 thread_local! {
                     static ALONE: Alone<$device> = Alone::new($tp);
                 }
@@ -1093,20 +1083,19 @@ macro_rules! schedules_on {
 mod on_cpu {
     use super::*;
 
-    on!(Cpu<f32>, 1,);
-    schedules_on!(Cpu<f32>, 1,);
-
-    #[test]
-    fn prefills_have_the_logits_of_their_sequences() {
-        super::prefills_have_the_logits_of_their_sequences::<Cpu<bf16>>();
-    }
+    on!(Cpu<f32>, (1), doc = "On the CPU.");
+    on!(Cpu<bf16>, (), doc = "On the CPU.": prefills_have_the_logits_of_their_sequences);
+    schedules!(every_schedule_gives_every_request_its_own_tokens, Cpu<f32>, 1, 48, actions(), doc = "On the CPU.");
 }
 
 mod on_ranks_of_the_cpu {
     use super::*;
 
-    on!(Cpu<f32>, 2,);
-    schedules_on!(Cpu<f32>, 2,);
+    on!(Cpu<f32>, (2), doc = "On the CPU.");
+    on!(
+        Cpu<f32>, (), doc = "On the CPU.": a_rank_that_ends_or_hangs_ends_the_engine an_adapter_that_one_rank_refuses_is_loaded_by_none
+    );
+    schedules!(every_schedule_gives_every_request_its_own_tokens, Cpu<f32>, 2, 48, actions(), doc = "On the CPU.");
 
     /// The heads of the untied model are 5.
     #[test]
@@ -1122,16 +1111,6 @@ mod on_ranks_of_the_cpu {
     #[test]
     fn tokens_of_fully_sharded_ranks_are_those_of_the_goldens() {
         super::tokens_of_a_split_are_those_of_the_goldens::<Cpu<f32>>(Split { fully_sharded: true, ..pair() });
-    }
-
-    #[test]
-    fn a_rank_that_ends_or_hangs_ends_the_engine() {
-        super::a_rank_that_ends_or_hangs_ends_the_engine::<Cpu<f32>>();
-    }
-
-    #[test]
-    fn an_adapter_that_one_rank_refuses_is_loaded_by_none() {
-        super::an_adapter_that_one_rank_refuses_is_loaded_by_none::<Cpu<f32>>();
     }
 }
 
@@ -1163,8 +1142,24 @@ mod on_gpu {
     platform!(bf16, 0.25);
     platform!(f16, 0.03);
 
-    on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
-    schedules_on!(Cuda<f32>, 1, #[ignore = "needs a GPU"]);
+    on!(Cuda<f32>, (1), ignore = "needs a GPU");
+    schedules!(every_schedule_gives_every_request_its_own_tokens, Cuda<f32>, 1, 48, actions(), ignore = "needs a GPU");
+    schedules!(
+        every_schedule_gives_every_request_its_own_tokens_in_bf16,
+        Cuda<bf16>,
+        1,
+        32,
+        passwords(),
+        ignore = "needs a GPU"
+    );
+    schedules!(
+        every_schedule_gives_every_request_its_own_tokens_in_f16,
+        Cuda<f16>,
+        1,
+        32,
+        passwords(),
+        ignore = "needs a GPU"
+    );
 
     /// Schedules of greedy requests for passwords, which are certain enough for 16 bits.
     fn passwords() -> impl Strategy<Value = Vec<Action>> {
@@ -1174,26 +1169,6 @@ mod on_gpu {
         };
         actions().prop_map(move |actions| actions.into_iter().map(password).collect())
     }
-
-    macro_rules! schedules {
-        ($name:ident, $elem:ty) => {
-            proptest! {
-                #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
-
-                #[ignore = "needs a GPU"]
-                #[test]
-                fn $name(actions in passwords(), sizes in sizes()) {
-                    thread_local! {
-                        static ALONE: Alone<Cuda<$elem>> = Alone::new(1);
-                    }
-                    ALONE.with(|alone| super::every_schedule_gives_every_request_its_own_tokens(alone, actions, sizes))?;
-                }
-            }
-        };
-    }
-
-    schedules!(every_schedule_gives_every_request_its_own_tokens_in_bf16, bf16);
-    schedules!(every_schedule_gives_every_request_its_own_tokens_in_f16, f16);
 
     /// The answers of the base model and of all adapters in a folder, in batches of all sizes up to 10.
     pub(super) fn ask_everyone<D: Platform>(world: &mut World<'_, D>, folder: &str) -> Vec<Vec<u32>> {
@@ -1268,19 +1243,11 @@ mod on_ranks_of_gpus {
     use super::*;
     use crate::cuda::Cuda;
 
-    on!(Cuda<f32>, 2, #[ignore = "needs two GPUs and NCCL"]);
-
-    #[test]
-    #[ignore = "needs two GPUs and NCCL"]
-    fn a_rank_that_ends_or_hangs_ends_the_engine() {
-        super::a_rank_that_ends_or_hangs_ends_the_engine::<Cuda<f32>>();
-    }
-
-    #[test]
-    #[ignore = "needs two GPUs and NCCL"]
-    fn an_adapter_that_one_rank_refuses_is_loaded_by_none() {
-        super::an_adapter_that_one_rank_refuses_is_loaded_by_none::<Cuda<f32>>();
-    }
+    on!(Cuda<f32>, (2), ignore = "needs two GPUs and NCCL");
+    on!(
+        Cuda<f32>, (), ignore = "needs two GPUs and NCCL":
+        a_rank_that_ends_or_hangs_ends_the_engine an_adapter_that_one_rank_refuses_is_loaded_by_none
+    );
 
     #[test]
     #[ignore = "needs two GPUs and NCCL"]

@@ -329,14 +329,15 @@ async fn nobody_waits_for_a_long_step() {
     assert_eq!(server.get("/health").await.0, 200);
 }
 
-/// Requests whose bodies do not come hold up no end, and are told of it.
+/// Connections without a request, and requests whose bodies do not come, which are told of it, hold up no end.
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_do_not_come_do_not_hold_up_the_end() {
+async fn what_does_not_come_does_not_hold_up_the_end() {
     let server = Server::start(&["--drain-seconds", "60"]).await;
     let mut halves = Vec::new();
     for _ in 0..20 {
         halves.push(connect(&server, &post("{\"model\":", 1000)).await);
     }
+    let idle = [connect(&server, b"").await, connect(&server, b"GET /health HTTP/1.1\r\n").await];
     // On a connection that has been used, too.
     let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
     assert!(kept.read(&mut [0; 1000]).await.expect("it is answered") > 0);
@@ -345,6 +346,7 @@ async fn bodies_that_do_not_come_do_not_hold_up_the_end() {
     let started = Instant::now();
     server.running.shut_down().await.expect("the server ends");
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    drop(idle);
     for mut half in halves {
         let mut answer = Vec::new();
         // What it has not sent may reset it.
@@ -521,20 +523,6 @@ async fn an_idle_engine_holds_nothing() {
     }
     assert!(after > before, "{after} of {before} bytes are free");
     assert_eq!(server.metric("aril_pool_adapters", &["state=\"registered\""]).await, 0.0);
-}
-
-/// A connection without a request does not hold up the end.
-#[tokio::test(flavor = "multi_thread")]
-async fn idle_connections_do_not_hold_up_the_end() {
-    let server = Server::start(&["--drain-seconds", "60"]).await;
-    let idle = connect(&server, b"").await;
-    let head = connect(&server, b"GET /health HTTP/1.1\r\n").await;
-    let mut kept = connect(&server, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").await;
-    assert!(kept.read(&mut [0; 1000]).await.expect("it is answered") > 0);
-    let started = Instant::now();
-    server.running.shut_down().await.expect("the server ends");
-    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
-    drop((idle, head));
 }
 
 /// Bodies are read, templates rendered and texts tokenized beside the only thread that serves.
