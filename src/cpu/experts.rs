@@ -112,6 +112,24 @@ struct Route {
     expert: Option<usize>,
 }
 
+/// An operation that adds the deltas of a projection to `y`, or overwrites `y` with them.
+macro_rules! operation {
+    ($form:ident, $deltas:ident, $overwrites:literal, $(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        pub fn $name<T: Element>(
+            &self,
+            step: &mut Step<'_>,
+            top_k: &TopK<'_>,
+            x: Matrix<'_, T>,
+            y: MatrixMut<'_, T>,
+        ) -> Result<(), OperandError> {
+            self.check(step, top_k, x, ExpertsForm::$form { y: y.shape() })?;
+            self.add(&self.$deltas(step, top_k, x), y, $overwrites);
+            Ok(())
+        }
+    };
+}
+
 impl LoraExperts {
     /// The experts `id` of the table's model.
     ///
@@ -128,36 +146,40 @@ impl LoraExperts {
         &self.contract.plan
     }
 
-    #[doc = doc_of!(experts_add_gate_up_delta)]
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
-    pub fn add_gate_up_delta<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        top_k: &TopK<'_>,
-        x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::GateUp { y: y.shape() })?;
-        self.add(&self.gate_up(step, top_k, x), y, false);
-        Ok(())
+    operation! {
+        GateUp, gate_up, false,
+        #[doc = doc_of!(experts_add_gate_up_delta)]
+        ///
+        /// # Errors
+        /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
+        add_gate_up_delta
     }
 
-    #[doc = doc_of!(experts_write_gate_up_delta)]
-    ///
-    /// # Errors
-    /// As for `add_gate_up_delta`.
-    pub fn write_gate_up_delta<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        top_k: &TopK<'_>,
-        x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::GateUp { y: y.shape() })?;
-        self.add(&self.gate_up(step, top_k, x), y, true);
-        Ok(())
+    operation! {
+        GateUp, gate_up, true,
+        #[doc = doc_of!(experts_write_gate_up_delta)]
+        ///
+        /// # Errors
+        /// As for `add_gate_up_delta`.
+        write_gate_up_delta
+    }
+
+    operation! {
+        Down, down, false,
+        #[doc = doc_of!(experts_add_down_delta)]
+        ///
+        /// # Errors
+        /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
+        add_down_delta
+    }
+
+    operation! {
+        Down, down, true,
+        #[doc = doc_of!(experts_write_down_delta)]
+        ///
+        /// # Errors
+        /// As for `add_down_delta`.
+        write_down_delta
     }
 
     #[doc = doc_of!(experts_activate)]
@@ -190,38 +212,6 @@ impl LoraExperts {
                 *out = T::from_f32(activated(activation, gate.map(value), value(up)));
             }
         });
-        Ok(())
-    }
-
-    #[doc = doc_of!(experts_add_down_delta)]
-    ///
-    /// # Errors
-    /// [`OperandError`] if an operand does not match the experts, the step and its routes. `y` is then unchanged.
-    pub fn add_down_delta<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        top_k: &TopK<'_>,
-        x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::Down { y: y.shape() })?;
-        self.add(&self.down(step, top_k, x), y, false);
-        Ok(())
-    }
-
-    #[doc = doc_of!(experts_write_down_delta)]
-    ///
-    /// # Errors
-    /// As for `add_down_delta`.
-    pub fn write_down_delta<T: Element>(
-        &self,
-        step: &mut Step<'_>,
-        top_k: &TopK<'_>,
-        x: Matrix<'_, T>,
-        y: MatrixMut<'_, T>,
-    ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::Down { y: y.shape() })?;
-        self.add(&self.down(step, top_k, x), y, true);
         Ok(())
     }
 

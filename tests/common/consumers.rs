@@ -2,12 +2,7 @@
 
 use std::ops::Range;
 
-use aril::{
-    Element,
-    adapter::Adapter,
-    model::{Activation, LinearId, ModelSpec, Shard},
-    reference::Delta,
-};
+use aril::{Element, model::Activation, reference::Delta};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -16,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     case::{self, Layer, features, poison_rows},
     compare::{Expected, expect_activation},
-    dense::{self, Dense, Op, Site, Sizes},
+    dense::{self, Dense, Op, Sizes, as_of_dense},
     values::Values,
 };
 
@@ -39,35 +34,10 @@ impl Consumed {
 impl Layer for Consumed {
     const KIND: &'static str = "consumed";
 
-    type Id = LinearId;
-    type Lora = Vec<usize>;
-    type Pairs = <Dense as Layer>::Pairs;
-
-    fn describe(&self, spec: &mut ModelSpec) -> (LinearId, Shard) {
-        match self.dense.describe(spec) {
-            (Site::Linear(id), shard) => (id, shard),
-            (Site::Embedding(_), _) => panic!("nothing is fused with an embedding"),
-        }
-    }
-
-    fn loras(&self) -> &[Vec<usize>] {
-        &self.dense.adapters
-    }
-
-    fn max_rank(&self) -> usize {
-        self.dense.max_rank()
-    }
+    as_of_dense!();
 
     fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>) {
         (self.dense.shapes(num_tokens).0, Some([num_tokens, self.features()]))
-    }
-
-    fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
-        self.dense.pairs_of(values, ranks, rng)
-    }
-
-    fn load(&self, ranks: &Vec<usize>, pairs: &Self::Pairs) -> Adapter {
-        self.dense.load(ranks, pairs)
     }
 
     fn poison<T: Element>(case: &Case, world: &mut World<T>) {

@@ -60,6 +60,39 @@ impl Dense {
     }
 }
 
+/// What a [`Layer`] with a linear layer `dense` has of that.
+macro_rules! as_of_dense {
+    () => {
+        type Id = aril::model::LinearId;
+        type Lora = Vec<usize>;
+        type Pairs = <Dense as Layer>::Pairs;
+
+        fn describe(&self, spec: &mut aril::model::ModelSpec) -> (aril::model::LinearId, aril::model::Shard) {
+            match self.dense.describe(spec) {
+                ($crate::common::dense::Site::Linear(id), shard) => (id, shard),
+                _ => panic!("the layer is an embedding"),
+            }
+        }
+
+        fn loras(&self) -> &[Vec<usize>] {
+            &self.dense.adapters
+        }
+
+        fn max_rank(&self) -> usize {
+            self.dense.max_rank()
+        }
+
+        fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
+            self.dense.pairs_of(values, ranks, rng)
+        }
+
+        fn load(&self, ranks: &Vec<usize>, pairs: &Self::Pairs) -> aril::adapter::Adapter {
+            self.dense.load(ranks, pairs)
+        }
+    };
+}
+pub(crate) use as_of_dense;
+
 impl Layer for Dense {
     const KIND: &'static str = "dense";
 

@@ -1,11 +1,6 @@
 //! Cases of linear layers that are computed with their base weights.
 
-use aril::{
-    Element,
-    adapter::Adapter,
-    model::{LinearId, ModelSpec, Shard},
-    reference::Delta,
-};
+use aril::{Element, reference::Delta};
 use proptest::prelude::*;
 use rand::{SeedableRng, rngs::StdRng};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -14,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     case::{self, Layer, poison_rows},
     compare::{Expected, Place, expect_sum},
-    dense::{self, Dense, Op, Site, Sizes},
+    dense::{self, Dense, Op, Sizes, as_of_dense},
     values::{Dtype, Values},
 };
 
@@ -66,35 +61,10 @@ impl Fused {
 impl Layer for Fused {
     const KIND: &'static str = "fused";
 
-    type Id = LinearId;
-    type Lora = Vec<usize>;
-    type Pairs = <Dense as Layer>::Pairs;
-
-    fn describe(&self, spec: &mut ModelSpec) -> (LinearId, Shard) {
-        match self.dense.describe(spec) {
-            (Site::Linear(id), shard) => (id, shard),
-            (Site::Embedding(_), _) => panic!("an embedding has no W"),
-        }
-    }
-
-    fn loras(&self) -> &[Vec<usize>] {
-        &self.dense.adapters
-    }
-
-    fn max_rank(&self) -> usize {
-        self.dense.max_rank()
-    }
+    as_of_dense!();
 
     fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>) {
         self.dense.shapes(num_tokens)
-    }
-
-    fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
-        self.dense.pairs_of(values, ranks, rng)
-    }
-
-    fn load(&self, ranks: &Vec<usize>, pairs: &Self::Pairs) -> Adapter {
-        self.dense.load(ranks, pairs)
     }
 
     fn poison<T: Element>(case: &Case, world: &mut World<T>) {

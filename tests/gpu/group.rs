@@ -36,13 +36,49 @@ fn adapter(values: [f32; RANKS]) -> Adapter {
     adapters::adapter(&[Lora::linear("m.q", FEATURES, RANKS * FEATURES, 1).of_rows(value)])
 }
 
+/// A rank's device, and its part of a column-parallel layer.
+struct Rank {
+    gpu: Gpu,
+    model: Model,
+    id: LinearId,
+    number: usize,
+}
+
+impl Rank {
+    fn source(&self, values: [f32; RANKS]) -> Source {
+        Source::memory(Arc::new(adapter(values)), &self.model, DType::F32).unwrap()
+    }
+
+    /// Checks what a slot adds on this rank.
+    fn check(&self, pool: &Pool, slot: Slot, values: [f32; RANKS]) {
+        assert_eq!(delta_of(&self.gpu, pool, self.id, slot).unwrap(), values[self.number]);
+    }
+}
+
 /// Runs each rank on a thread of its own, and returns what they return.
-fn on_each_rank<R: Send>(run: impl Fn(InProcess) -> R + Sync) -> Vec<R> {
+fn on_each_rank<R: Send>(run: impl Fn(InProcess, Rank) -> R + Sync) -> Vec<R> {
+    let mut spec = ModelSpec::new();
+    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
+    let run = |ranks: InProcess| {
+        let rank = Rank { gpu: Gpu::new(), model: spec.shard(ranks.tp()).unwrap(), id, number: ranks.tp().rank() };
+        run(ranks, rank)
+    };
     thread::scope(|scope| {
         let ranks = InProcess::group(RANKS, Duration::from_secs(60));
         let threads: Vec<_> = ranks.into_iter().map(|ranks| scope.spawn(|| run(ranks))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// Unregisters all adapters, and expects that nothing of them is left.
+fn finish(mut pool: Pool, ids: impl IntoIterator<Item = AdapterId>) {
+    ids.into_iter().for_each(|id| pool.unregister(id).unwrap());
+    pool.end_step(STREAM).unwrap();
+    while pool.snapshot().resident > 0 {
+        pool.poll();
+    }
+    let snapshot = pool.snapshot();
+    assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0));
 }
 
 /// What the table adds to each output with the adapter of a slot.
@@ -77,17 +113,12 @@ fn added(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: Slot, pool: Optio
 #[test]
 #[ignore = "needs a GPU"]
 fn two_ranks_load_on_both_or_on_neither() {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
     let (old, bad, new) = (adapter([7.0, 8.0]), adapter([1.0, f32::NAN]), adapter([3.0, 4.0]));
-    let run = |ranks: InProcess| {
-        let rank = ranks.tp().rank();
-        let gpu = Gpu::new();
-        let model = spec.shard(ranks.tp()).unwrap();
-        let images = [&old, &new].map(|adapter| adapter.plan(&model, DType::F32).unwrap());
+    let run = |ranks: InProcess, rank: Rank| {
+        let images = [&old, &new].map(|adapter| adapter.plan(&rank.model, DType::F32).unwrap());
         let capacity = Capacity::tokens(1).slots(2).rank(1);
-        let table =
-            WeightTable::new(&gpu.queue, &model, DType::F32, capacity, WeightTable::arena_bytes(&images)).unwrap();
+        let bytes = WeightTable::arena_bytes(&images);
+        let table = WeightTable::new(&rank.gpu.queue, &rank.model, DType::F32, capacity, bytes).unwrap();
         let mut group = Group::new(ranks, table.clone()).unwrap();
         assert_eq!(group.free_slot().unwrap(), 0);
         group.load(SLOT, 1, || Ok(&old)).unwrap();
@@ -97,13 +128,13 @@ fn two_ranks_load_on_both_or_on_neither() {
             failures.iter().map(|failure| (failure.rank, failure.phase)).collect::<Vec<_>>(),
             [(1, Phase::Fill)]
         );
-        assert_eq!((own.is_some(), table.usage().used), (rank == 1, used));
-        assert_eq!(delta(&gpu, &table, id, SLOT), [7.0, 8.0][rank]);
+        assert_eq!((own.is_some(), table.usage().used), (rank.number == 1, used));
+        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [7.0, 8.0][rank.number]);
         let prepared = group.prepare(SLOT, 3, || Ok(&new)).unwrap();
-        assert_eq!(delta(&gpu, &table, id, SLOT), [7.0, 8.0][rank]);
+        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [7.0, 8.0][rank.number]);
         let slot = group.commit(prepared).unwrap();
         table.check([slot]).unwrap();
-        assert_eq!(delta(&gpu, &table, id, SLOT), [3.0, 4.0][rank]);
+        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [3.0, 4.0][rank.number]);
     };
     on_each_rank(run);
 }
@@ -136,28 +167,22 @@ fn values(number: u64) -> [f32; RANKS] {
 #[test]
 #[ignore = "needs a GPU"]
 fn two_ranks_share_their_slots() {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
-    let run = |ranks: InProcess| {
-        let rank = ranks.tp().rank();
-        let gpu = Gpu::new();
-        let model = spec.shard(ranks.tp()).unwrap();
-        let mut pool = pool(&gpu, &model, ranks, [4, 2][rank], [8, 4][rank]);
-        let source = |number| Source::memory(Arc::new(adapter(values(number))), &model, DType::F32).unwrap();
-        let ids: Vec<_> = (0..5).map(|number| pool.register(Ok(source(number))).unwrap()).collect();
+    let run = |ranks: InProcess, rank: Rank| {
+        let mut pool = pool(&rank.gpu, &rank.model, ranks, [4, 2][rank.number], [8, 4][rank.number]);
+        let ids: Vec<_> = (0..5).map(|number| pool.register(Ok(rank.source(values(number)))).unwrap()).collect();
         let kept = acquire(&mut pool, ids[0]).unwrap();
         let mut slots = vec![kept.slot()];
         for number in (1..5).chain(1..5).chain([2, 2, 1, 3]) {
             let lease = acquire(&mut pool, ids[usize::try_from(number).unwrap()]).unwrap();
-            assert_eq!(delta_of(&gpu, &pool, id, lease.slot()).unwrap(), values(number)[rank], "adapter {number}");
-            assert_eq!(delta_of(&gpu, &pool, id, kept.slot()).unwrap(), values(0)[rank], "beside adapter {number}");
+            rank.check(&pool, lease.slot(), values(number));
+            rank.check(&pool, kept.slot(), values(0));
             slots.push(lease.slot());
             drop(lease);
             pool.end_step(STREAM).unwrap();
         }
         let stale = slots[slots.len() - 1];
         assert!(matches!(
-            delta_of(&gpu, &pool, id, stale),
+            delta_of(&rank.gpu, &pool, rank.id, stale),
             Err(LaunchError::Operand(OperandError::NotLeased { slot })) if slot == stale
         ));
         let counters = pool.snapshot().counters;
@@ -174,16 +199,10 @@ fn two_ranks_share_their_slots() {
 #[test]
 #[ignore = "needs a GPU"]
 fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
-    let run = |ranks: InProcess| {
-        let rank = ranks.tp().rank();
-        let gpu = Gpu::new();
-        let model = spec.shard(ranks.tp()).unwrap();
-        let mut pool = pool(&gpu, &model, ranks, 2, 4);
-        let source = |adapter| Source::memory(Arc::new(adapter), &model, DType::F32).unwrap();
-        let ids: Vec<_> = (0..3).map(|number| pool.register(Ok(source(adapter(values(number))))).unwrap()).collect();
-        let bad = pool.register(Ok(source(adapter([1.0, f32::NAN])))).unwrap();
+    let run = |ranks: InProcess, rank: Rank| {
+        let mut pool = pool(&rank.gpu, &rank.model, ranks, 2, 4);
+        let ids: Vec<_> = (0..3).map(|number| pool.register(Ok(rank.source(values(number)))).unwrap()).collect();
+        let bad = pool.register(Ok(rank.source([1.0, f32::NAN]))).unwrap();
         let kept = acquire(&mut pool, ids[0]).unwrap();
         for number in [1, 2, 1] {
             pool.retry(bad).unwrap();
@@ -192,21 +211,15 @@ fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
             let LoadError::Group(error) = &*error else { panic!("{error}") };
             let GroupError::Refused { failures, own } = &**error else { panic!("{error}") };
             let failures: Vec<_> = failures.iter().map(|failure| (failure.rank, failure.phase)).collect();
-            assert_eq!((failures, own.is_some()), (vec![(1, Phase::Fill)], rank == 1));
+            assert_eq!((failures, own.is_some()), (vec![(1, Phase::Fill)], rank.number == 1));
             let lease = acquire(&mut pool, ids[usize::try_from(number).unwrap()]).unwrap();
-            assert_eq!(delta_of(&gpu, &pool, id, lease.slot()).unwrap(), values(number)[rank]);
-            assert_eq!(delta_of(&gpu, &pool, id, kept.slot()).unwrap(), values(0)[rank]);
+            rank.check(&pool, lease.slot(), values(number));
+            rank.check(&pool, kept.slot(), values(0));
             drop(lease);
             pool.end_step(STREAM).unwrap();
         }
         drop(kept);
-        ids.into_iter().chain([bad]).for_each(|id| pool.unregister(id).unwrap());
-        pool.end_step(STREAM).unwrap();
-        while pool.snapshot().resident > 0 {
-            pool.poll();
-        }
-        let snapshot = pool.snapshot();
-        assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0));
+        finish(pool, ids.into_iter().chain([bad]));
     };
     on_each_rank(run);
 }
@@ -215,19 +228,11 @@ fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
 #[test]
 #[ignore = "needs a GPU"]
 fn adapters_that_differ_between_ranks_are_on_neither() {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", RANKS * FEATURES)).unwrap();
-    let run = |ranks: InProcess| {
-        let rank = ranks.tp().rank();
-        let gpu = Gpu::new();
-        let model = spec.shard(ranks.tp()).unwrap();
-        let mut pool = pool(&gpu, &model, ranks, 2, 4);
-        let register = |pool: &mut Pool, number| {
-            let source = Source::memory(Arc::new(adapter(values(number))), &model, DType::F32).unwrap();
-            pool.register(Ok(source)).unwrap()
-        };
+    let run = |ranks: InProcess, rank: Rank| {
+        let mut pool = pool(&rank.gpu, &rank.model, ranks, 2, 4);
+        let register = |pool: &mut Pool, number| pool.register(Ok(rank.source(values(number)))).unwrap();
         let [kept, other] = [0, 1].map(|number| register(&mut pool, number));
-        let mixed = if rank == 0 { [2, 3] } else { [3, 2] }.map(|number| register(&mut pool, number));
+        let mixed = if rank.number == 0 { [2, 3] } else { [3, 2] }.map(|number| register(&mut pool, number));
         let lease = acquire(&mut pool, kept).unwrap();
         for mixed in mixed.into_iter().chain(mixed) {
             pool.retry(mixed).unwrap();
@@ -235,20 +240,14 @@ fn adapters_that_differ_between_ranks_are_on_neither() {
             let PoolError::Failed { error, .. } = error else { panic!("{error}") };
             let LoadError::Group(error) = &*error else { panic!("{error}") };
             assert!(matches!(&**error, GroupError::Disagreement { ranks } if ranks.len() == RANKS), "{error}");
-            assert_eq!(delta_of(&gpu, &pool, id, lease.slot()).unwrap(), values(0)[rank]);
+            rank.check(&pool, lease.slot(), values(0));
             let beside = acquire(&mut pool, other).unwrap();
-            assert_eq!(delta_of(&gpu, &pool, id, beside.slot()).unwrap(), values(1)[rank]);
+            rank.check(&pool, beside.slot(), values(1));
             drop(beside);
             pool.end_step(STREAM).unwrap();
         }
         drop(lease);
-        [kept, other].into_iter().chain(mixed).for_each(|id| pool.unregister(id).unwrap());
-        pool.end_step(STREAM).unwrap();
-        while pool.snapshot().resident > 0 {
-            pool.poll();
-        }
-        let snapshot = pool.snapshot();
-        assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0));
+        finish(pool, [kept, other].into_iter().chain(mixed));
     };
     on_each_rank(run);
 }

@@ -182,7 +182,7 @@ fn both_forms_of_the_configuration_are_the_same_model_with_experts() {
         config.insert("decoder_sparse_step".into(), json!(1));
         config.insert("mlp_only_layers".into(), json!([0, 2]));
     });
-    assert_eq!(files.asks_experts(&newer), files.asks_experts(&older));
+    assert_eq!(files.asks_experts(&newer, &[]), files.asks_experts(&older, &[]));
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn experts_in_one_tensor_are_the_same_model_as_a_tensor_each() {
     }
     write(&path, &tensors);
     for further in [&[][..], &["--tp", "2"], &["--tp", "2", "--ep"], &["--tp", "4", "--ep"]] {
-        let [apart, fused] = [&apart, &fused].map(|model| files.asks_experts_with(model, further));
+        let [apart, fused] = [&apart, &fused].map(|model| files.asks_experts(model, further));
         assert_eq!(apart, fused, "{further:?}");
     }
     edit(&Path::new(&fused).join("config.json"), |config| {
@@ -225,7 +225,7 @@ fn the_chosen_experts_weigh_1_together_if_the_configuration_says_so() {
             config.insert("num_experts_per_tok".into(), json!(top_k));
             config.insert("norm_topk_prob".into(), json!(normalized));
         });
-        let (_, bytes) = files.asks_experts(&model);
+        let (_, bytes) = files.asks_experts(&model, &[]);
         let file = SafeTensors::deserialize(&bytes).expect("the logits are whole");
         let tensor = file.tensor("request.0").expect("the request has its logits");
         tensor.data().chunks_exact(4).take(384).map(bytemuck::pod_read_unaligned::<f32>).collect::<Vec<_>>()
@@ -252,23 +252,21 @@ fn shards_are_the_same_model_as_one_file() {
 #[test]
 fn a_text_ends_where_the_configuration_says() {
     let files = Files::new();
-    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
-    let generated = |model: &str| {
-        let line = succeeds(["--model", model, "--requests", &requests, "--max-new-tokens", "12"]);
-        let line: Value = serde_json::from_str(&line).expect("the line is JSON");
-        serde_json::from_value::<Vec<u32>>(line["generated_tokens"].clone()).expect("tokens are numbers")
-    };
-    let whole = generated(&files.model("whole", |_| ()));
+    let whole = files.generates(&files.model("whole", |_| ()));
     assert_eq!(whole.last(), Some(&511));
     let without = |name: &str, eos: Value| {
         let model = files.model(name, |config| {
             config.insert("eos_token_id".into(), eos);
         });
         fs::remove_file(Path::new(&model).join("generation_config.json")).expect("it was there");
-        generated(&model)
+        files.generates(&model)
     };
     assert_eq!(without("none", json!(null)).len(), 12);
     assert_eq!(without("list", json!([510, whole[1]])), whole[..2]);
+    // If there is a generation_config.json, config.json does not say when a text ends.
+    let model = files.model("older", |_| ());
+    edit(&Path::new(&model).join("generation_config.json"), |config| drop(config.remove("eos_token_id")));
+    assert_eq!(files.generates(&model).len(), 12);
 }
 
 #[test]
@@ -288,53 +286,57 @@ fn token_ids_need_no_tokenizer() {
 
 #[test]
 fn configurations_that_the_forward_does_not_implement_are_refused_by_name() {
-    let cases = [
-        ("attention_bias", json!(true), "attention_bias"),
-        ("use_sliding_window", json!(true), "use_sliding_window"),
-        ("layer_types", json!(["full_attention", "sliding_attention"]), "sliding_attention"),
-        ("hidden_act", json!("gelu"), "gelu"),
-        ("model_type", json!("qwen3_moe"), "qwen3_moe"),
-        ("rope_scaling", json!({ "rope_type": "yarn", "factor": 4.0 }), "rope_scaling"),
-        ("rope_parameters", json!({ "rope_type": "linear", "rope_theta": 1e6, "factor": 2.0 }), "rope_parameters"),
-        ("rope_parameters", json!({ "rope_type": "default" }), "rope_theta"),
-        ("rope_theta", json!(10_000.0), "rope_theta"),
-        ("quantization_config", json!({ "quant_method": "fp8" }), "quantization_config"),
-        ("hidden_size", json!(null), "hidden_size"),
-        ("hidden_size", json!("64"), "hidden_size"),
-        ("num_key_value_heads", json!(3), "num_key_value_heads"),
-        ("head_dim", json!(31), "head_dim"),
-        ("dtype", json!("float8_e4m3fn"), "float8_e4m3fn"),
-    ];
+    let rope = |theta: f64| json!({ "rope_type": "default", "rope_theta": theta });
+    let (dense, moe) = ("qwen3", "qwen3-moe");
     let files = Files::new();
-    for (field, value, needle) in cases {
-        let model = files.model("model", |config| {
-            config.insert(field.into(), value);
-        });
+    for (like, field, value, needle) in [
+        (dense, "attention_bias", json!(true), "attention_bias"),
+        (dense, "use_sliding_window", json!(true), "use_sliding_window"),
+        (dense, "layer_types", json!(["full_attention", "sliding_attention"]), "sliding_attention"),
+        (dense, "hidden_act", json!("gelu"), "gelu"),
+        (dense, "model_type", json!("qwen3_moe"), "qwen3_moe"),
+        (dense, "rope_scaling", json!({ "rope_type": "yarn", "factor": 4.0 }), "rope_scaling"),
+        (
+            dense,
+            "rope_parameters",
+            json!({ "rope_type": "linear", "rope_theta": 1e6, "factor": 2.0 }),
+            "rope_parameters",
+        ),
+        (dense, "rope_parameters", json!({ "rope_type": "default" }), "rope_theta"),
+        (dense, "rope_theta", json!(10_000.0), "rope_theta"),
+        (dense, "quantization_config", json!({ "quant_method": "fp8" }), "quantization_config"),
+        (dense, "hidden_size", json!(null), "hidden_size"),
+        (dense, "hidden_size", json!("64"), "hidden_size"),
+        (dense, "num_key_value_heads", json!(3), "num_key_value_heads"),
+        (dense, "head_dim", json!(31), "head_dim"),
+        (dense, "dtype", json!("float8_e4m3fn"), "float8_e4m3fn"),
+        // What transformers reads otherwise.
+        (dense, "is_causal", json!(false), "`is_causal`"),
+        (dense, "rope_scaling", json!({ "type": "default" }), "`rope_scaling`"),
+        (dense, "rope_scaling", rope(1e6), "`rope_scaling`"),
+        (dense, "rope_parameters", rope(1e-300), "`rope_theta` "),
+        (dense, "rope_parameters", rope(1e-38), "`rope_theta` "),
+        (dense, "rope_parameters", rope(1e39), "`rope_theta` "),
+        (moe, "model_type", json!("qwen3"), "Qwen3MoeForCausalLM"),
+        (moe, "model_type", json!("qwen2_moe"), "qwen2_moe"),
+        (moe, "num_experts", json!(4), "num_experts"),
+        (moe, "num_local_experts", json!(null), "num_local_experts"),
+        (moe, "num_local_experts", json!(0), "num_local_experts"),
+        (moe, "num_experts_per_tok", json!(9), "num_experts_per_tok"),
+        (moe, "num_experts_per_tok", json!(null), "num_experts_per_tok"),
+        (moe, "moe_intermediate_size", json!(null), "moe_intermediate_size"),
+        (moe, "decoder_sparse_step", json!(0), "decoder_sparse_step"),
+        (moe, "mlp_only_layers", json!(["1"]), "mlp_only_layers"),
+    ] {
+        let model = files.model_like(like, "model", |config| drop(config.insert(field.into(), value)));
         refuses(["--model", &model], &["config.json", needle]);
     }
-}
-
-#[test]
-fn configurations_of_experts_that_the_forward_does_not_implement_are_refused_by_name() {
-    let cases = [
-        ("model_type", json!("qwen3"), "Qwen3MoeForCausalLM"),
-        ("model_type", json!("qwen2_moe"), "qwen2_moe"),
-        ("num_experts", json!(4), "num_experts"),
-        ("num_local_experts", json!(null), "num_local_experts"),
-        ("num_local_experts", json!(0), "num_local_experts"),
-        ("num_experts_per_tok", json!(9), "num_experts_per_tok"),
-        ("num_experts_per_tok", json!(null), "num_experts_per_tok"),
-        ("moe_intermediate_size", json!(null), "moe_intermediate_size"),
-        ("decoder_sparse_step", json!(0), "decoder_sparse_step"),
-        ("mlp_only_layers", json!(["1"]), "mlp_only_layers"),
-    ];
-    let files = Files::new();
-    for (field, value, needle) in cases {
-        let model = files.model_like("qwen3-moe", "model", |config| {
-            config.insert(field.into(), value);
-        });
-        refuses(["--model", &model], &["config.json", needle]);
-    }
+    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
+    let causal = files.model("causal", |config| {
+        config.insert("is_causal".into(), json!(true));
+        config.insert("rope_scaling".into(), json!({}));
+    });
+    assert_eq!(succeeds(["--model", &causal, "--requests", &requests]), succeeds(["--requests", &requests]));
 }
 
 #[test]
@@ -357,11 +359,7 @@ fn quantizations_that_the_forward_does_not_implement_are_refused_by_name() {
     ];
     let files = Files::new();
     for (place, field, value) in cases {
-        let model = files.model_like("qwen3-moe-int4", "model", |config| {
-            let mut whole = Value::from(std::mem::take(config));
-            whole.pointer_mut(place).expect("it is there")[field] = value;
-            *config = whole.as_object().cloned().expect("it is still an object");
-        });
+        let model = files.model_like("qwen3-moe-int4", "model", |config| set(config, place, field, value));
         refuses(["--model", &model], &["config.json", "quantization_config", field]);
     }
 }
@@ -370,14 +368,7 @@ fn quantizations_that_the_forward_does_not_implement_are_refused_by_name() {
 fn weights_in_4_bits_that_are_not_the_models_are_named() {
     let module = "model.layers.1.mlp.experts.3.up_proj";
     let files = Files::new();
-    let tampered = |change: &dyn Fn(&mut Tensors)| {
-        let model = files.model_like("qwen3-moe-int4", "model", |_| ());
-        let path = Path::new(&model).join("model.safetensors");
-        let mut tensors = read(&path);
-        change(&mut tensors);
-        write(&path, &tensors);
-        model
-    };
+    let tampered = |change: &dyn Fn(&mut Tensors)| files.tensors("qwen3-moe-int4", change);
     for part in ["weight_scale", "weight_shape"] {
         let missing = tampered(&|tensors| {
             tensors.remove(&format!("{module}.{part}"));
@@ -456,14 +447,7 @@ fn broken_shards_are_named() {
 fn tensors_that_are_not_the_models_are_named() {
     let norm = "model.layers.1.mlp.up_proj.weight";
     let files = Files::new();
-    let tampered = |change: &dyn Fn(&mut Tensors)| {
-        let model = files.model("model", |_| ());
-        let path = Path::new(&model).join("model.safetensors");
-        let mut tensors = read(&path);
-        change(&mut tensors);
-        write(&path, &tensors);
-        model
-    };
+    let tampered = |change: &dyn Fn(&mut Tensors)| files.tensors("qwen3", change);
     let extra = tampered(&|tensors| {
         tensors.insert("model.layers.4.mlp.up_proj.weight".into(), tensors[norm].clone());
     });
@@ -492,17 +476,22 @@ fn tensors_that_are_not_the_models_are_named() {
 fn a_tied_head_may_be_stored_but_an_untied_one_must_be() {
     let files = Files::new();
     let requests = files.requests(&json!([{ "prompt": QUESTION }]));
-    let stored = files.model("stored", |_| ());
-    let path = Path::new(&stored).join("model.safetensors");
-    let mut tensors = read(&path);
-    tensors.insert("lm_head.weight".into(), tensors["model.embed_tokens.weight"].clone());
-    write(&path, &tensors);
+    let embedding = |tensors: &Tensors| tensors["model.embed_tokens.weight"].clone();
+    let stored = files.tensors("qwen3", |tensors| drop(tensors.insert("lm_head.weight".into(), embedding(tensors))));
     assert_eq!(succeeds(["--model", &stored, "--requests", &requests]), succeeds(["--requests", &requests]));
 
     let untied = files.model("untied", |config| {
         config.insert("tie_word_embeddings".into(), json!(false));
     });
     refuses(["--model", &untied], &["model.safetensors", "lm_head.weight"]);
+
+    // If it is another one, some versions of transformers use it, and some the embedding.
+    let other = files.tensors("qwen3", |tensors| {
+        let mut head = embedding(tensors);
+        head.2[100] ^= 1;
+        tensors.insert("lm_head.weight".into(), head);
+    });
+    refuses(["--model", &other], &["model.safetensors", "`lm_head.weight`", "tie_word_embeddings"]);
 }
 
 #[test]
@@ -568,21 +557,8 @@ fn logits_replace_nothing_but_a_regular_file() {
     let model = PathBuf::from(files.model("model", |_| ()));
     let adapter = files.copy(&fixture("adapters/r4-qv"), "adapter");
     let (model_arg, adapter_arg) = (model.display().to_string(), format!("a={}", adapter.display()));
-    let args = |logits: &str| {
-        [
-            "--model",
-            &model_arg,
-            "--adapter",
-            &adapter_arg,
-            "--requests",
-            &requests,
-            "--max-new-tokens",
-            "1",
-            "--logits",
-            logits,
-        ]
-        .map(String::from)
-    };
+    let inputs = ["--model", &model_arg, "--adapter", &adapter_arg, "--requests", &requests, "--max-new-tokens", "1"];
+    let args = |logits: &str| inputs.into_iter().chain(["--logits", logits]).map(String::from).collect::<Vec<_>>();
     let link = files.path("link");
     std::os::unix::fs::symlink(files.path("elsewhere"), &link).expect("a link can be made");
     let (pipe, folder, hard) = (files.path("pipe"), files.path("folder"), files.path("hard"));
@@ -592,13 +568,9 @@ fn logits_replace_nothing_but_a_regular_file() {
         refuses(args(target), &["--logits", target, "not a regular file"]);
     }
     fs::hard_link(model.join("model.safetensors"), &hard).expect("a second name can be made");
-    let inputs = ["model.safetensors", "config.json", "tokenizer.json"].map(|name| model.join(name));
-    let inputs = inputs.into_iter().chain([
-        adapter.join("adapter_model.safetensors"),
-        PathBuf::from(&requests),
-        PathBuf::from(hard),
-    ]);
-    for input in inputs {
+    let of_model = ["model.safetensors", "config.json", "tokenizer.json"].map(|name| model.join(name));
+    let others = [adapter.join("adapter_model.safetensors"), PathBuf::from(&requests), PathBuf::from(hard)];
+    for input in of_model.into_iter().chain(others) {
         let before = fs::read(&input).expect("the input is there");
         refuses(args(&input.display().to_string()), &["--logits", "the input"]);
         assert!(fs::read(&input).expect("the input is still there") == before, "{}", input.display());
@@ -635,11 +607,7 @@ fn tokenizers_that_cannot_be_used_are_named() {
         ("/model", "continuing_subword_prefix", json!("####")),
         ("/model", "dropout", json!(0.5)),
     ] {
-        edit(&path, |tokenizer| {
-            let mut whole = Value::from(std::mem::take(tokenizer));
-            whole.pointer_mut(place).expect("it is there")[field] = value;
-            *tokenizer = whole.as_object().cloned().expect("it is still an object");
-        });
+        edit(&path, |tokenizer| set(tokenizer, place, field, value));
         refuse();
         fs::write(&path, &good).expect("the tokenizer can be mended");
     }
@@ -712,54 +680,6 @@ fn sizes_that_the_tensors_do_not_have_are_refused_by_their_field() {
     }
 }
 
-#[test]
-fn configurations_that_transformers_reads_otherwise_are_refused_by_name() {
-    let files = Files::new();
-    for (field, value, needle) in [
-        ("is_causal", json!(false), "`is_causal`"),
-        ("rope_scaling", json!({ "type": "default" }), "`rope_scaling`"),
-        ("rope_scaling", json!({ "rope_type": "default", "rope_theta": 1_000_000 }), "`rope_scaling`"),
-        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e-300 }), "`rope_theta` "),
-        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e-38 }), "`rope_theta` "),
-        ("rope_parameters", json!({ "rope_type": "default", "rope_theta": 1e39 }), "`rope_theta` "),
-    ] {
-        let model = files.model("model", |config| drop(config.insert(field.into(), value)));
-        refuses(["--model", &model], &["config.json", needle]);
-    }
-    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
-    let causal = files.model("causal", |config| {
-        config.insert("is_causal".into(), json!(true));
-        config.insert("rope_scaling".into(), json!({}));
-    });
-    assert_eq!(succeeds(["--model", &causal, "--requests", &requests]), succeeds(["--requests", &requests]));
-}
-
-/// In this case, some versions of transformers use the stored head, and some the embedding.
-#[test]
-fn a_tied_head_that_is_another_is_refused() {
-    let files = Files::new();
-    let model = files.model("model", |_| ());
-    let path = Path::new(&model).join("model.safetensors");
-    let mut tensors = read(&path);
-    let mut head = tensors["model.embed_tokens.weight"].clone();
-    head.2[100] ^= 1;
-    tensors.insert("lm_head.weight".into(), head);
-    write(&path, &tensors);
-    refuses(["--model", &model], &["model.safetensors", "`lm_head.weight`", "tie_word_embeddings"]);
-}
-
-/// If there is a generation_config.json, config.json does not say when a text ends.
-#[test]
-fn a_text_does_not_end_where_only_the_older_configuration_says() {
-    let files = Files::new();
-    let requests = files.requests(&json!([{ "prompt": QUESTION }]));
-    let model = files.model("model", |_| ());
-    edit(&Path::new(&model).join("generation_config.json"), |config| drop(config.remove("eos_token_id")));
-    let line = succeeds(["--model", &model, "--requests", &requests, "--max-new-tokens", "12"]);
-    let line: Value = serde_json::from_str(&line).expect("the line is JSON");
-    assert_eq!(line["generated_tokens"].as_array().map(Vec::len), Some(12), "{line}");
-}
-
 /// PEFT saves an adapter of them with a copy of the base model's weight, and loads the copy over it.
 #[test]
 fn weights_of_the_base_model_have_to_be_the_base_models() {
@@ -828,19 +748,9 @@ fn requests_that_are_too_large_are_refused_before_anything_is_made_of_them() {
         files.model("model", |config| drop(config.insert("max_position_embeddings".into(), json!(2_000_000_000))));
     let many: Vec<Value> = (0..40).map(|_| json!({ "token_ids": [1] })).collect();
     let requests = files.requests(&json!(many));
-    let args = |most: &str| {
-        let args = [
-            "--model",
-            &model,
-            "--requests",
-            &requests,
-            "--max-batch-total-tokens",
-            most,
-            "--max-new-tokens",
-            "4000000",
-        ];
-        args.map(String::from)
-    };
+    let asked = ["--model", &model, "--requests", &requests, "--max-new-tokens", "4000000"];
+    let args =
+        |most: &str| asked.into_iter().chain(["--max-batch-total-tokens", most]).map(String::from).collect::<Vec<_>>();
     let refused = limited(1 << 20, args("65536"));
     assert!(refused.contains("requests.json") && refused.contains("160000040 tokens"), "{refused}");
     // Allowed, but more than the machine has.
@@ -934,11 +844,8 @@ fn what_is_quoted_is_escaped_and_cut() {
             let model = files.model("model", |config| drop(config.insert(field.into(), value)));
             refuses(["--model", &model], &["config.json", field]);
         }
-        let model = files.model("model", |_| ());
-        let path = Path::new(&model).join("model.safetensors");
-        let mut tensors = read(&path);
-        tensors.insert(text.into(), (Dtype::F32, vec![1], vec![0; 4]));
-        write(&path, &tensors);
+        let extra = (Dtype::F32, vec![1], vec![0; 4]);
+        let model = files.tensors("qwen3", |tensors| drop(tensors.insert(text.into(), extra)));
         refuses(["--model", &model], &["model.safetensors"]);
     }
     // Tables print names too.
@@ -989,16 +896,29 @@ impl Files {
     }
 
     /// The output of a model with experts in `f32`, and its logits.
-    fn asks_experts(&self, model: &str) -> (String, Vec<u8>) {
-        self.asks_experts_with(model, &[])
-    }
-
-    /// The same, with further arguments.
-    fn asks_experts_with(&self, model: &str, further: &[&str]) -> (String, Vec<u8>) {
+    fn asks_experts(&self, model: &str, further: &[&str]) -> (String, Vec<u8>) {
         let (requests, logits) = (self.requests(&json!([{ "prompt": QUESTION }])), self.path("logits"));
         let args = ["--model", model, "--dtype", "f32", "--requests", &requests, "--logits", &logits];
         let answer = succeeds(args.iter().chain(further));
         (answer, fs::read(logits).expect("the logits are there"))
+    }
+
+    /// A copy of a model with other tensors.
+    fn tensors(&self, like: &str, change: impl FnOnce(&mut Tensors)) -> String {
+        let model = self.model_like(like, "model", |_| ());
+        let path = Path::new(&model).join("model.safetensors");
+        let mut tensors = read(&path);
+        change(&mut tensors);
+        write(&path, &tensors);
+        model
+    }
+
+    /// The tokens that a model generates, up to 12.
+    fn generates(&self, model: &str) -> Vec<u32> {
+        let requests = self.requests(&json!([{ "prompt": QUESTION }]));
+        let line = succeeds(["--model", model, "--requests", &requests, "--max-new-tokens", "12"]);
+        let line: Value = serde_json::from_str(&line).expect("the line is JSON");
+        serde_json::from_value(line["generated_tokens"].clone()).expect("tokens are numbers")
     }
 
     /// A copy of the model `qwen3` with another configuration.
@@ -1012,6 +932,13 @@ impl Files {
         edit(&dir.join("config.json"), change);
         dir.display().to_string()
     }
+}
+
+/// Sets a field of what is at a place inside.
+fn set(object: &mut Map<String, Value>, place: &str, field: &str, value: Value) {
+    let mut whole = Value::from(std::mem::take(object));
+    whole.pointer_mut(place).expect("it is there")[field] = value;
+    *object = whole.as_object().cloned().expect("it is still an object");
 }
 
 /// Splits a file in two, with an index.
