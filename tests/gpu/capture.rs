@@ -38,7 +38,7 @@ use crate::{
     },
     device::{
         Gpu,
-        Refused::{NotKept, OtherBatch, Stream},
+        Refused::{self, NotKept, OtherBatch, Stream},
         refused,
     },
     experts::launch,
@@ -150,9 +150,7 @@ fn buffers_are_written_and_read_within_their_ends() {
     let mut got = [9.0; 4];
     buffer.read(&mut got).unwrap();
     assert_eq!(got, [1.0, 2.0, 0.0, 0.0]);
-    let is_too_many = |error| matches!(error, LaunchError::Operand(OperandError::Capacity { got: 5, max: 4, .. }));
-    assert!(is_too_many(buffer.write(&[3.0; 5]).unwrap_err()));
-    assert!(is_too_many(buffer.read(&mut [3.0; 5]).unwrap_err()));
+    assert_eq!([beyond(buffer.write(&[3.0; 5])), beyond(buffer.read(&mut [3.0; 5]))], [[5, 4]; 2]);
     buffer.read(&mut got[..1]).unwrap();
     assert_eq!(got, [1.0, 2.0, 0.0, 0.0]);
     for range in [3..5, Range { start: 2, end: 1 }] {
@@ -197,15 +195,9 @@ fn copies_are_in_the_order_of_the_queue() {
         assert_eq!(output.elements().unwrap()[LEN], 0.0);
         assert_eq!(gpu.stream.clone_dtoh(&taken).unwrap(), expected);
     }
-    let error = queue.copy(&inserted, second.slice_mut(2..LEN)).unwrap_err();
-    assert!(
-        matches!(error, LaunchError::Operand(OperandError::Capacity { got: LEN, max, .. }) if max == LEN - 2),
-        "{error}"
-    );
-    let is_too_many =
-        |error| matches!(error, LaunchError::Operand(OperandError::Capacity { got, .. }) if got == LEN + 1);
-    assert!(is_too_many(first.enqueue_write(&mut output, LEN + 1).unwrap_err()));
-    assert!(is_too_many(first.enqueue_read(&mut output, LEN + 1).unwrap_err()));
+    assert_eq!(beyond(queue.copy(&inserted, second.slice_mut(2..LEN))), [LEN, LEN - 2]);
+    assert_eq!(beyond(first.enqueue_write(&mut output, LEN + 1)), [LEN + 1, LEN]);
+    assert_eq!(beyond(first.enqueue_read(&mut output, LEN + 1)), [LEN + 1, LEN]);
     let other = Gpu::in_context(gpu.context.clone());
     let mut elsewhere = Buffer::<f32>::zeros(&other.queue, LEN).unwrap();
     for refused in [
@@ -225,6 +217,14 @@ fn copies_are_in_the_order_of_the_queue() {
     first.read(&mut got).unwrap();
     assert_eq!(got, [7.0; LEN]);
     assert!(Buffer::<f32>::zeros(queue, 0).unwrap().is_empty());
+}
+
+/// What was too much for a capacity, and the capacity.
+fn beyond<T>(result: Result<T, LaunchError>) -> [usize; 2] {
+    match refused(result) {
+        Refused::Operand(OperandError::Capacity { got, max, .. }) => [got, max],
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Records the operations of a step; recording may fail.
@@ -285,10 +285,8 @@ fn captures_that_fail_leave_the_queue_as_it_was() {
         assert_usable(&mut setup);
     }
     let Setup { weights, routing, workspace, .. } = &mut setup;
-    let error = weights.capture::<LaunchError>(routing, TOKENS + 1, workspace, |_| Ok(())).unwrap_err();
-    let is_of_tokens =
-        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: TOKENS, .. }) if got == TOKENS + 1);
-    assert!(is_of_tokens, "{error}");
+    let longer = weights.capture::<LaunchError>(routing, TOKENS + 1, workspace, |_| Ok(()));
+    assert_eq!(beyond(longer), [TOKENS + 1, TOKENS]);
     assert_usable(&mut setup);
 }
 
@@ -647,19 +645,11 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     is_other(replay(&other_weights, routing, workspace, ROWS).unwrap_err(), "table");
     is_other(replay(weights, &mut other_routing, workspace, ROWS).unwrap_err(), "routing");
     is_other(replay(weights, routing, &mut other_workspace, ROWS).unwrap_err(), "workspace");
-    let error = replay(weights, routing, workspace, ROWS + 1).unwrap_err();
-    assert!(
-        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: ROWS, .. }) if got == ROWS + 1),
-        "{error}"
-    );
+    assert_eq!(beyond(replay(weights, routing, workspace, ROWS + 1)), [ROWS + 1, ROWS]);
 
     let ids = Buffer::from_slice(queue, gpu.stream.clone_htod(&[0_i32; TOKENS]).unwrap()).unwrap();
     let batch = routing.update_on_device(ids.slice(0..ROWS + 1), None).unwrap();
-    let error = graph.replay(&mut weights.step(&batch, workspace).unwrap()).unwrap_err();
-    assert!(
-        matches!(error, LaunchError::Operand(OperandError::Capacity { got, max: ROWS, .. }) if got == ROWS + 1),
-        "{error}"
-    );
+    assert_eq!(beyond(graph.replay(&mut weights.step(&batch, workspace).unwrap())), [ROWS + 1, ROWS]);
 
     let within = other_weights.capture::<LaunchError>(&other_routing, ROWS, &mut other_workspace, |step| {
         let error = graph.replay(step).unwrap_err();
@@ -673,8 +663,8 @@ fn a_graph_is_replayed_in_steps_like_its_own_alone() {
     other_routing = Routing::new(&elsewhere, capacity, 1).unwrap();
     other_workspace = Workspace::new(&other_weights).unwrap();
     let batch = other_routing.update(&Batch::new(&[Slot::BASE; ROWS])).unwrap();
-    let error = graph.replay(&mut other_weights.step(&batch, &mut other_workspace).unwrap()).unwrap_err();
-    assert!(matches!(error, LaunchError::WrongStream { operand: "the graph" }), "{error}");
+    let replayed = graph.replay(&mut other_weights.step(&batch, &mut other_workspace).unwrap());
+    assert_eq!(refused(replayed), Stream("the graph"));
 
     let mut got = vec![0.0; y.len()];
     y.read(&mut got).unwrap();
@@ -760,10 +750,8 @@ fn copies_of_a_step_are_captured() {
     let slice = gpu.stream.clone_htod(&[1.0_f32; LEN]).unwrap();
     let mut graph = weights
         .capture(routing, TOKENS, workspace, |step| -> Result<(), LaunchError> {
-            let error = step.copy(&slice, y.slice_mut(0..LEN)).unwrap_err();
-            assert!(matches!(error, LaunchError::NotKept { operand: "from" }), "{error}");
-            let error = step.copy(&residual, y.slice_mut(0..LEN)).unwrap_err();
-            assert!(matches!(error, LaunchError::Operand(OperandError::Capacity { max: LEN, .. })), "{error}");
+            assert_eq!(refused(step.copy(&slice, y.slice_mut(0..LEN))), NotKept("from"));
+            assert_eq!(beyond(step.copy(&residual, y.slice_mut(0..LEN)))[1], LEN);
             step.copy(residual.slice(0..LEN), y.slice_mut(0..LEN))?;
             add_deltas(layers, 64, step, x, y)?;
             step.copy(y.slice(0..LEN), &mut copy)
