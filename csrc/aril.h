@@ -650,10 +650,15 @@ typedef struct aril_pack_args {
 // Describes a status. The string lives forever.
 const char* aril_status_string(int32_t status);
 
-// Loads every kernel into the current context, so that no launch has to, and runs a short kernel on
-// a stream of its own and waits for it: ARIL_ERR_BLOCK_ORDER if waits in a mailbox may never end on
+// Loads every kernel into the current context, so that no launch has to, and runs short kernels on a
+// stream of its own and waits for them: ARIL_ERR_BLOCK_ORDER if waits in a mailbox may never end on
 // this device. Captures on other threads are not disturbed.
 int32_t aril_load(void);
+
+// Whether kernels start while their predecessor drains: 1, or 0 once aril_load has found a device
+// where one would then read an earlier routing (device/early_reads.cuh).
+int32_t aril_kernels_start_early(void);
+
 int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_launch* launch, void* stream);
 int32_t aril_linear_shrink(const aril_linear_launch* launch, void* stream);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_load, which loads every kernel and tests the block order, and aril_status_string.
+// aril_load, which loads every kernel and tests the block order and early reads,
+// aril_kernels_start_early and aril_status_string.
 #include "device/block_order.cuh"
+#include "device/early_reads.cuh"
 #include "host/launch.cuh"
 
 namespace aril {
@@ -28,11 +30,14 @@ int32_t load_all() {
   return load_pack();
 }
 
-int32_t run_order_test(int blocks, cudaStream_t stream) {
+// ARIL_ERR_BLOCK_ORDER on a device where waits in the mailbox may never end.
+int32_t test_block_order(int multiprocessors, cudaStream_t stream) {
   static uint32_t launches = 0;
   const uint32_t launch_number = __atomic_add_fetch(&launches, 1, __ATOMIC_RELAXED);
   const Kernel<uint32_t> kernel = {detail::block_order_kernel, 0};  // this launch loads it
-  ARIL_TRY(launch(kernel, blocks, detail::kOrderThreads, 0, stream, launch_number));
+  const int blocks = multiprocessors * detail::kOrderBlocksPerMultiprocessor;
+  ARIL_TRY(launch(kernel, blocks < detail::kMostOrderBlocks ? blocks : detail::kMostOrderBlocks,
+                  detail::kOrderThreads, 0, stream, launch_number));
   uint32_t out_of_order;
   ARIL_TRY(cudaMemcpyFromSymbolAsync(&out_of_order, detail::out_of_order, sizeof(out_of_order), 0,
                                      cudaMemcpyDeviceToHost, stream));
@@ -40,17 +45,35 @@ int32_t run_order_test(int blocks, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// ARIL_ERR_BLOCK_ORDER on a device where waits in the mailbox may never end.
-int32_t check_block_order() {
+// Lets kernels start early no longer on a device where one may then read an earlier routing.
+int32_t test_early_reads(int multiprocessors, cudaStream_t stream) {
+  static uint32_t turns = 0;
+  const uint32_t first = __atomic_fetch_add(&turns, detail::kReadTurns, __ATOMIC_RELAXED) + 1;
+  const Kernel<uint32_t> write = {detail::write_words_kernel, 0};
+  const Kernel<uint32_t> read = {detail::read_words_kernel, 0};
+  for (uint32_t turn = first; turn < first + detail::kReadTurns; ++turn) {
+    ARIL_TRY(launch(write, 1, detail::kReadThreads, 0, stream, turn));
+    for (int reader = 0; reader < detail::kReadersOfTurn; ++reader) {
+      ARIL_TRY(launch(read, multiprocessors, detail::kReadThreads, 0, stream, turn));
+    }
+  }
+  uint32_t stale;
+  ARIL_TRY(cudaMemcpyFromSymbolAsync(&stale, detail::stale_turn, sizeof(stale), 0,
+                                     cudaMemcpyDeviceToHost, stream));
+  ARIL_TRY(cudaStreamSynchronize(stream));
+  if (stale >= first) __atomic_store_n(&early_starts, false, __ATOMIC_RELAXED);
+  return 0;
+}
+
+int32_t test_device() {
   int device, multiprocessors;
   ARIL_TRY(cudaGetDevice(&device));
   ARIL_TRY(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  const int blocks = multiprocessors * detail::kOrderBlocksPerMultiprocessor;
   cudaStream_t stream;
   // Non-blocking: it waits for no other stream, not even the default one.
   ARIL_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  const int32_t status =
-      run_order_test(blocks < detail::kMostOrderBlocks ? blocks : detail::kMostOrderBlocks, stream);
+  int32_t status = test_block_order(multiprocessors, stream);
+  if (status == 0) status = test_early_reads(multiprocessors, stream);
   const int32_t destroyed = cudaStreamDestroy(stream);
   return status != 0 ? status : destroyed;
 }
@@ -78,9 +101,11 @@ extern "C" int32_t aril_load(void) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   ARIL_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
   int32_t status = aril::load_all();
-  if (status == 0) status = aril::check_block_order();
+  if (status == 0) status = aril::test_device();
   ARIL_TRY(cudaThreadExchangeStreamCaptureMode(&mode));
   const bool no_code =
       status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction;
   return no_code ? ARIL_ERR_NO_KERNEL : status;
 }
+
+extern "C" int32_t aril_kernels_start_early(void) { return aril::start_early(); }

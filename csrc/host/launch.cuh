@@ -84,6 +84,12 @@ template <typename... T>
   return num_slices <= ARIL_MAX_SLICES;
 }
 
+// Whether kernels may start while their predecessor drains. Cleared for good when a device fails the
+// test of their early reads (device/early_reads.cuh).
+inline bool early_starts = true;
+
+[[nodiscard]] inline bool start_early() { return __atomic_load_n(&early_starts, __ATOMIC_RELAXED); }
+
 // Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh), in clusters of so
 // many blocks. Returns this launch's own status; an error that the caller has pending stays
 // pending.
@@ -98,7 +104,7 @@ template <typename... Params>
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[3] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = start_early();
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;

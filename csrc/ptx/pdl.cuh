@@ -20,9 +20,10 @@
 // the routing kernel ends with a fence and does not launch its dependents early; so a reader starts
 // when the data is in L2, and its L1 holds no stale line: the lines of the last step were dropped
 // when a kernel behind the routing started, and that kernel and all later ones of the step load the
-// new data. PTX does not specify when lines are dropped; tests/gpu/early_loads.rs checks it, with
-// steps that each rewrite the routing or the descriptors right before two launches. Loads that
-// bypass L1 would need only the fence, and cost up to 13 % (benches/record/designs.md).
+// new data. PTX does not specify when lines are dropped. aril_load tests it on every device
+// (device/early_reads.cuh), and no kernel starts early where the test fails; tests/gpu/early_loads.rs
+// checks steps that each rewrite the routing or the descriptors right before two launches. Loads
+// that bypass L1 would need only the fence, and cost up to 13 % (benches/record/designs.md).
 #pragma once
 
 namespace aril {

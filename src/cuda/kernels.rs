@@ -31,8 +31,9 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every kernel into the thread's current context, so that no launch has to, and waits for a short kernel which tests
-    /// that the device starts thread blocks in order of their index. The kernels rely on that order.
+    /// Loads every kernel into the thread's current context, so that no launch has to, and waits for short kernels which test what the
+    /// others rely on: that the device starts thread blocks in order of their index, and what a kernel reads that
+    /// [starts early](Self::start_early).
     ///
     /// # Errors
     /// [`LaunchError`] if there is no driver or no current context, this build has no code for the device, or the test fails.
@@ -55,6 +56,16 @@ impl Kernels {
     pub fn load_into(context: &CudaContext) -> Result<Self, LaunchError> {
         context.bind_to_thread()?;
         Self::load()
+    }
+
+    /// Whether kernels start while the one in front drains (programmatic dependent launch), as they do on devices of compute capability
+    /// 9.0 and newer. They do not, in the whole process, once a device was loaded on which a kernel that starts early reads what the
+    /// routing was before: results stay right, and each launch takes some microseconds more.
+    pub fn start_early() -> bool {
+        // SAFETY: it has no preconditions.
+        #[expect(unsafe_code, reason = "FFI")]
+        let early = unsafe { ffi::aril_kernels_start_early() };
+        early != 0
     }
 
     /// The context's device, for plans.

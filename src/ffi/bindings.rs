@@ -481,6 +481,9 @@ unsafe extern "C" {
     pub fn aril_load() -> i32;
 }
 unsafe extern "C" {
+    pub fn aril_kernels_start_early() -> i32;
+}
+unsafe extern "C" {
     pub fn aril_route(
         args: *const aril_route_args,
         stream: *mut ::core::ffi::c_void,
