@@ -385,6 +385,7 @@ typedef struct aril_forward_map {
   uint64_t tensor_maps[ARIL_MAX_SLICES][16];
   int32_t splits;
   int32_t strips;
+  int32_t passes;
   int32_t trigger_boxes;
   aril_forward_ring rings[ARIL_FORWARD_RINGS];
 } aril_forward_map;
@@ -399,6 +400,8 @@ typedef struct aril_base_weights {
   int32_t splits;
   int32_t strips;  // of ARIL_FORWARD_STRIP_ROWS rows of a slice, that a cluster has; of two blocks
                    // up to ARIL_FORWARD_SPLIT_STRIPS. Any choice gives the same bits.
+  int32_t passes;  // that a block takes its strips in, up to ARIL_FORWARD_STRIPS at a time. Any
+                   // choice gives the same bits.
   int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
                           // begin. Any number gives the same bits.
   // For up to 8, 16 and 32 tokens, and tables of up to some rank. Any choice gives the same

@@ -64,9 +64,6 @@ int32_t smem_bytes_of(const aril_forward_ring& ring) {
   return ring.total + ARIL_FORWARD_ALIGNMENT_BYTES;
 }
 
-int passes_of(int strips) { return ceil_div(strips, detail::kMaxStrips); }
-int pass_strips_of(int strips) { return ceil_div(strips, passes_of(strips)); }
-
 int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
   detail::FusedGrid& grid = params.grid;
   grid = {};
@@ -80,8 +77,8 @@ int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
     grid.first_cluster[slice] = clusters;
   }
   grid.strips = args.map->strips;
-  grid.pass_strips = pass_strips_of(grid.strips);
-  grid.passes = passes_of(grid.strips);
+  grid.passes = args.map->passes;
+  grid.pass_strips = ceil_div(grid.strips, grid.passes);
   constexpr int kStep = detail::kStepBoxes;
   grid.boxes = ceil_div(args.in_features, detail::kBoxFeatures);
   grid.split_boxes = ceil_div(ceil_div(grid.boxes, kStep), args.map->splits) * kStep;
@@ -169,12 +166,13 @@ bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_strips) {
 
 // Rejects rings that are none, or larger than the device's shared memory.
 int32_t check_rings(const aril_base_weights& weights) {
+  const int pass_strips = ceil_div(weights.strips, weights.passes);
   int budget;
   ARIL_TRY(smem_budget(budget));
   int token_tiles = 1;
   for (const aril_forward_ring& ring : weights.rings) {
     if (ring.stages != 0) {
-      if (!is_ring(ring, token_tiles, pass_strips_of(weights.strips))) return ARIL_ERR_ARGUMENT;
+      if (!is_ring(ring, token_tiles, pass_strips)) return ARIL_ERR_ARGUMENT;
       if (smem_bytes_of(ring) > budget) return ARIL_ERR_SHARED_MEMORY;
     }
     token_tiles *= 2;
@@ -220,6 +218,9 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->strips >= 1 &&
                     (weights->splits == 1 || weights->strips <= aril::detail::kMaxSplitStrips) &&
+                    weights->passes >= 1 &&
+                    aril::detail::ceil_div(weights->strips, weights->passes) <=
+                        aril::detail::kMaxStrips &&
                     weights->trigger_boxes >= 1;
   if (!fits) return ARIL_ERR_ARGUMENT;
   ARIL_TRY(aril::check_rings(*weights));
@@ -227,13 +228,15 @@ extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forw
   memcpy(map->rings, weights->rings, sizeof(map->rings));
   map->splits = weights->splits;
   map->strips = weights->strips;
+  map->passes = weights->passes;
   map->trigger_boxes = weights->trigger_boxes;
   for (int slice = 0; slice < weights->num_slices; ++slice) {
     CUtensorMap encoded;
     ARIL_TRY(aril::encode_map(encoded, weights->dtype, weights->slices[slice],
                               weights->out_features[slice], weights->in_features,
                               weights->strides[slice],
-                              aril::pass_strips_of(weights->strips) * aril::detail::kStripRows,
+                              aril::detail::ceil_div(weights->strips, weights->passes) *
+                                  aril::detail::kStripRows,
                               CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
     memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
   }

@@ -68,7 +68,14 @@ impl Kernels {
         early != 0
     }
 
-    /// The context's device, for plans.
+    /// The same kernels with plans for another device: they launch on this one what a device with fewer multiprocessors, or less shared
+    /// memory, gets. A launch that asks for more shared memory than this device has is an error.
+    #[must_use]
+    pub fn planned_for(self, device: Device) -> Self {
+        Self { device, ..self }
+    }
+
+    /// The device of plans: the context's, unless they are [for another](Self::planned_for).
     pub fn device(&self) -> Device {
         self.device
     }

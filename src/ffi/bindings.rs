@@ -264,6 +264,7 @@ pub struct aril_forward_map {
     pub tensor_maps: [[u64; 16usize]; 8usize],
     pub splits: i32,
     pub strips: i32,
+    pub passes: i32,
     pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 3usize],
 }
@@ -274,6 +275,7 @@ pub struct aril_base_weights {
     pub in_features: i32,
     pub splits: i32,
     pub strips: i32,
+    pub passes: i32,
     pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 3usize],
     pub num_slices: i32,

@@ -32,6 +32,7 @@ pub struct ForwardPlan {
     capacity: Capacity,
     splits: usize,
     strips: usize,
+    passes: usize,
     /// For batches of up to 8, 16 and 32 tokens, as far as the capacity and the device go.
     rings: Vec<Ring>,
 }
@@ -61,18 +62,18 @@ impl ForwardPlan {
         }
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
         limit("out_features", out_features.iter().sum(), MAX_FEATURES)?;
-        let (splits, strips) = share_out(&out_features);
-        Self { dtype, out_features, in_features, capacity, splits, strips, rings: Vec::new() }.on(Device::H100)
+        let splits = splits(&out_features);
+        Self { dtype, out_features, in_features, capacity, splits, strips: 0, passes: 0, rings: Vec::new() }
+            .on(Device::H100)
     }
 
-    /// The same layer on another device. Where shared memory is short, batches have fewer tokens; on a device with 99 KB (compute capability 12.0), most
-    /// layers of the capacity of large models do not fit at all.
+    /// The same layer on another device. Where shared memory is short, batches have fewer tokens, and blocks take their rows in more passes.
     ///
     /// # Errors
     /// [`PlanError::ComputeCapability`] and [`PlanError::SharedMemory`] if the device has no fused linear of the layer. Use a GEMM and
     /// `add_delta`.
     pub fn on(self, device: Device) -> Result<Self, PlanError> {
-        let Device { compute_capability: (major, minor), shared_bytes, .. } = device;
+        let Device { compute_capability: (major, minor), shared_bytes, multiprocessors, .. } = device.sizable();
         if !Self::is_for((major, minor)) {
             return Err(PlanError::ComputeCapability { major, minor });
         }
@@ -80,23 +81,26 @@ impl ForwardPlan {
             in_features: self.in_features,
             num_slices: self.out_features.len(),
             splits: self.splits,
-            strips: self.strips,
+            strips: 0,
+            passes: 0,
             max_rank: self.capacity.max_rank,
         };
         let most = self.capacity.max_tokens.min(MAX_FORWARD_TOKENS);
         let end = 2 * most.max(FIRST_RING_TOKENS);
         let sizes = (0..).map(|size| 1 << size).take_while(|tiles| tiles * FIRST_RING_TOKENS < end);
-        let mut rings = Vec::new();
-        for token_tiles in sizes {
-            match Ring::new(&grid, token_tiles, shared_bytes) {
-                Ok(ring) => rings.push(ring),
-                Err(needed) if rings.is_empty() => {
-                    return Err(PlanError::SharedMemory { needed, available: shared_bytes });
+        let mut needed = 0;
+        // Fewer strips need less memory for sums of the other block.
+        for strips in (1..=strips_on(&self.out_features, self.splits, multiprocessors)).rev() {
+            for passes in Grid::passes(strips) {
+                let grid = Grid { strips, passes, ..grid };
+                let mut ring = |tiles| Ring::new(&grid, tiles, shared_bytes).map_err(|bytes| needed = bytes);
+                let rings: Vec<_> = sizes.clone().map_while(|tiles| ring(tiles).ok()).collect();
+                if !rings.is_empty() {
+                    return Ok(Self { rings, strips, passes, ..self });
                 }
-                Err(_) => break,
             }
         }
-        Ok(Self { rings, ..self })
+        Err(PlanError::SharedMemory { needed, available: shared_bytes })
     }
 
     /// Whether a device of that compute capability has the fused linear: from 9.0 on.
@@ -155,6 +159,12 @@ impl ForwardPlan {
         self.strips
     }
 
+    /// Passes that a block takes its strips in. The bits of the result do not depend on it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn passes(&self) -> usize {
+        self.passes
+    }
+
     /// Boxes of features that a block has left to load when its dependents begin.
     #[cfg(feature = "cuda")]
     pub(crate) const TRIGGER_BOXES: usize = TRIGGER_BOXES;
@@ -170,15 +180,19 @@ impl ForwardPlan {
     }
 }
 
-/// The blocks that share a row, and their strips of W: two blocks, unless one block each has enough rows; and the fewest strips with
-/// which all clusters are resident at once.
-fn share_out(out_features: &[usize]) -> (usize, usize) {
+/// The blocks that share a row: two, unless one block each has enough rows. A function of the shape alone.
+fn splits(out_features: &[usize]) -> usize {
     let strips: usize = out_features.iter().map(|&out| slice_strips(out)).sum();
-    let splits = if strips > BLOCKS / 2 * SPLIT_STRIPS { 1 } else { 2 };
-    let most = BLOCKS / splits;
+    if strips > BLOCKS / 2 * SPLIT_STRIPS { 1 } else { 2 }
+}
+
+/// The fewest strips of a cluster with which all clusters are resident at once.
+fn strips_on(out_features: &[usize], splits: usize, multiprocessors: usize) -> usize {
+    let strips: usize = out_features.iter().map(|&out| slice_strips(out)).sum();
+    let most = (multiprocessors / splits).max(1);
     let last = if splits == 1 { strips } else { SPLIT_STRIPS };
     let fits = |&of_cluster: &usize| clusters(out_features, of_cluster) <= most;
-    (splits, (strips.div_ceil(most)..last).find(fits).unwrap_or(last))
+    (strips.div_ceil(most)..last).find(fits).unwrap_or(last)
 }
 
 fn clusters(out_features: &[usize], strips: usize) -> usize {
@@ -209,7 +223,7 @@ impl fmt::Display for ForwardPlan {
 #[cfg(test)]
 #[expect(clippy::panic, reason = "a test fails by panicking")]
 mod tests {
-    use super::{Capacity, Device, ForwardPlan, PlanError};
+    use super::{Capacity, Device, ForwardPlan, PlanError, STRIP_ROWS};
     use crate::{
         DType,
         model::{Linear, ModelSpec, Parallel, TpRank},
@@ -238,16 +252,16 @@ mod tests {
         let layers: [Layer; 12] = [
             (1024, &[2048, 1024, 1024], [8, 32, 32], 4, [4, 2], 189_672),
             (2048, &[1024], [16, 32, 32], 8, [8, 2], 187_880),
-            (1024, &[3072, 3072], [0, 32, 32], 4, [4, 2], 230_760),
+            (1024, &[3072, 3072], [8, 32, 32], 4, [4, 2], 230_760),
             (3072, &[1024], [16, 32, 32], 12, [11, 2], 224_744),
-            (4096, &[4096, 1024, 1024], [0, 32, 32], 5, [4, 2], 231_656),
+            (4096, &[4096, 1024, 1024], [8, 32, 32], 5, [4, 2], 231_656),
             (4096, &[4096], [8, 32, 32], 8, [4, 2], 229_192),
-            (4096, &[12_288, 12_288], [0, 32, 32], 5, [4, 2], 227_688),
+            (4096, &[12_288, 12_288], [8, 32, 32], 5, [4, 2], 227_688),
             (12_288, &[4096], [8, 32, 32], 8, [5, 2], 229_192),
-            (5120, &[8192, 1024, 1024], [0, 32, 32], 6, [4, 2], 220_424),
-            (8192, &[5120], [0, 32, 32], 6, [4, 2], 218_952),
-            (5120, &[25_600, 25_600], [0, 32, 32], 6, [4, 2], 218_152),
-            (25_600, &[5120], [0, 32, 32], 6, [4, 2], 218_952),
+            (5120, &[8192, 1024, 1024], [8, 32, 32], 6, [4, 2], 220_424),
+            (8192, &[5120], [8, 32, 32], 6, [4, 2], 218_952),
+            (5120, &[25_600, 25_600], [8, 32, 32], 6, [4, 2], 218_152),
+            (25_600, &[5120], [8, 32, 32], 6, [4, 2], 218_952),
         ];
         let ranked = layers.into_iter().flat_map(|layer| [16, 64].map(|rank| (layer, rank)));
         for ((in_features, out_features, most_tokens, first_stages, ring, bytes), rank) in ranked {
@@ -292,6 +306,30 @@ mod tests {
         }
     }
 
+    /// The layers of Qwen3-8B: blocks, rows of a cluster and their passes. How many blocks share a row never changes.
+    #[test]
+    fn blocks_are_those_of_the_device() {
+        let layers: [(usize, &[usize]); 4] =
+            [(4096, &[4096, 1024, 1024]), (4096, &[4096]), (4096, &[12_288, 12_288]), (12_288, &[4096])];
+        for (kilobytes, multiprocessors, expected) in [
+            (227, 132, "130 of 96 in 1, 128 of 64 in 1, 128 of 192 in 2, 128 of 64 in 1"),
+            (227, 148, "130 of 96 in 1, 128 of 64 in 1, 140 of 176 in 2, 128 of 64 in 1"),
+            (99, 48, "68 of 192 in 4, 48 of 176 in 4, 48 of 512 in 8, 48 of 176 in 4"),
+            (99, 170, "156 of 80 in 2, 128 of 64 in 1, 154 of 160 in 3, 128 of 64 in 1"),
+            (99, 188, "156 of 80 in 2, 172 of 48 in 1, 172 of 144 in 3, 172 of 48 in 1"),
+        ] {
+            let device = Device { multiprocessors, ..device(kilobytes) };
+            let plans = layers.map(|(in_features, out_features)| {
+                let on_h100 = plan(in_features, out_features, 16);
+                let plan = on_h100.clone().on(device).expect("it fits");
+                assert_eq!(plan.splits, on_h100.splits);
+                assert!(plan.shared_bytes() <= kilobytes << 10);
+                format!("{} of {} in {}", plan.blocks(), plan.strips * STRIP_ROWS, plan.passes)
+            });
+            assert_eq!(plans.join(", "), expected, "{kilobytes} KB, {multiprocessors} multiprocessors");
+        }
+    }
+
     #[test]
     fn devices_without_a_fused_linear_are_refused() {
         let plan = plan(4096, &[4096], 16);
@@ -302,7 +340,7 @@ mod tests {
         let refused = plan.clone().on(device(64)).expect_err("the first batch does not fit");
         assert_eq!(
             refused.to_string(),
-            "the fused linear of this layer needs 100168 bytes of shared memory, and the device has 65536"
+            "the fused linear of this layer needs 87880 bytes of shared memory, and the device has 65536"
         );
     }
 }

@@ -48,16 +48,20 @@ pub(super) struct Grid {
     pub(super) splits: usize,
     /// Strips of a cluster.
     pub(super) strips: usize,
+    /// Passes that a block takes its strips in.
+    pub(super) passes: usize,
     pub(super) max_rank: usize,
 }
 
 impl Grid {
-    fn passes(&self) -> usize {
-        self.strips.div_ceil(STRIPS)
+    /// Passes from the fewest on: more of them need less shared memory, and read x more often.
+    pub(super) fn passes(strips: usize) -> impl Iterator<Item = usize> {
+        // Only those that differ in the strips of a pass.
+        (strips.div_ceil(STRIPS)..=strips).filter(move |&passes| strips.div_ceil(strips.div_ceil(passes)) == passes)
     }
 
     fn pass_strips(&self) -> usize {
-        self.strips.div_ceil(self.passes())
+        self.strips.div_ceil(self.passes)
     }
 
     /// Boxes of the features of a block.
@@ -98,7 +102,7 @@ impl Ring {
         for stage_boxes in (1..=STEP_BOXES).rev() {
             let without = Self::of(grid, token_tiles, stage_boxes, 0);
             let room = shared_bytes.saturating_sub(without.bytes()) / without.stage_bytes;
-            let items = grid.passes() * grid.split_boxes().div_ceil(stage_boxes);
+            let items = grid.passes * grid.split_boxes().div_ceil(stage_boxes);
             let is_whole = token_tiles == 1 || items < MAX_SHARE * GOOD_STAGES;
             let wanted = if is_whole { items } else { items / MAX_SHARE };
             let stages = [MAX_STAGES, wanted, MAX_RING_BYTES / without.stage_bytes, room]

@@ -263,7 +263,6 @@ pub(super) mod forward {
     /// The kernel counts features, and bytes of rows, in `i32`.
     pub(in crate::plan) const MAX_FEATURES: usize = i32::MAX as usize / 4;
 
-    /// Blocks of a launch, unless the layer is very large. They are those of an H100 on every device, because the order of sums depends on
-    /// them.
+    /// Blocks that share rows are chosen as for so many, an H100's, on every device: the order of sums depends on them.
     pub(in crate::plan) const BLOCKS: usize = Device::H100.multiprocessors;
 }

@@ -1,11 +1,12 @@
 //! The device under test, and copies to and from it.
 
-use std::sync::Arc;
+use std::{env, sync::Arc};
 
 use aril::{
     adapter::Adapter,
     cuda::{Kernels, LaunchError, Queue, WeightTable, raw::DeviceRegion, raw::Stream},
     error::OperandError,
+    plan::Device,
 };
 use bytemuck::Pod;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, sys};
@@ -19,6 +20,20 @@ pub struct Gpu {
     pub stream: Arc<CudaStream>,
     pub kernels: Kernels,
     pub queue: Queue,
+}
+
+/// A device that plans are to be for: compute capability, KB of shared memory of a block, and multiprocessors, as `12.0,99,48`.
+fn parse(device: &str) -> Device {
+    let [capability, kilobytes, multiprocessors] = device.split(',').collect::<Vec<_>>().try_into().unwrap();
+    let (major, minor) = capability.split_once('.').unwrap();
+    let shared_bytes = kilobytes.parse::<usize>().unwrap() << 10;
+    Device {
+        compute_capability: (major.parse().unwrap(), minor.parse().unwrap()),
+        multiprocessors: multiprocessors.parse().unwrap(),
+        shared_bytes,
+        shared_bytes_per_multiprocessor: shared_bytes + (1 << 10),
+        ..Device::H100
+    }
 }
 
 impl Gpu {
@@ -35,7 +50,10 @@ impl Gpu {
             cudarc::driver::result::stream::create(cudarc::driver::result::stream::StreamKind::NonBlocking).unwrap();
         // SAFETY: created in this context and never destroyed.
         let stream = unsafe { context.wrap_borrowed_stream(raw) };
-        let kernels = Kernels::load_into(&context).unwrap();
+        let mut kernels = Kernels::load_into(&context).unwrap();
+        if let Ok(device) = env::var("ARIL_TEST_DEVICE") {
+            kernels = kernels.planned_for(parse(&device));
+        }
         let queue = Queue::new(&kernels, &stream).unwrap();
         Self { _limit: limit, context, stream, kernels, queue }
     }

@@ -75,6 +75,7 @@ impl FusedLinear {
             in_features: int(site.in_features())?,
             splits: int(plan.splits())?,
             strips: int(plan.strips())?,
+            passes: int(plan.passes())?,
             trigger_boxes: int(ForwardPlan::TRIGGER_BOXES)?,
             rings,
             num_slices: int(slices.len())?,
@@ -82,8 +83,14 @@ impl FusedLinear {
             slices: ptrs,
             strides,
         };
-        let mut map =
-            ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], splits: 0, strips: 0, trigger_boxes: 0, rings };
+        let mut map = ffi::aril_forward_map {
+            tensor_maps: [[0; 16]; MAX_SLICES],
+            splits: 0,
+            strips: 0,
+            passes: 0,
+            trigger_boxes: 0,
+            rings,
+        };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
