@@ -659,8 +659,12 @@ const char* aril_status_string(int32_t status);
 int32_t aril_load(void);
 
 // Whether kernels start while their predecessor drains: 1, or 0 once aril_load has found a device
-// where one would then read an earlier routing (device/early_reads.cuh).
+// where one would then read an earlier routing (device/early_reads.cuh), or would not wait.
 int32_t aril_kernels_start_early(void);
+
+// The architecture that the code for the current device was compiled for, such as 90. Before 90 it
+// has no aril_linear_forward.
+int32_t aril_code_version(int32_t* version);
 
 int32_t aril_route(const aril_route_args* args, void* stream);
 int32_t aril_linear(const aril_linear_launch* launch, void* stream);

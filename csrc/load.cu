@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // aril_load, which loads every kernel and tests the block order and early reads,
-// aril_kernels_start_early and aril_status_string.
+// aril_kernels_start_early, aril_code_version and aril_status_string.
 #include "device/block_order.cuh"
 #include "device/early_reads.cuh"
 #include "host/launch.cuh"
@@ -45,7 +45,16 @@ int32_t test_block_order(int multiprocessors, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// Lets kernels start early no longer on a device where one may then read an earlier routing.
+// The architecture that the current device's code was compiled for, such as 90.
+int32_t code_version(int32_t& version) {
+  cudaFuncAttributes attributes;
+  ARIL_TRY(cudaFuncGetAttributes(&attributes, detail::block_order_kernel));
+  version = attributes.ptxVersion;
+  return 0;
+}
+
+// Lets kernels start early no longer on a device where one may then read an earlier routing, or does
+// not wait.
 int32_t test_early_reads(int multiprocessors, cudaStream_t stream) {
   static uint32_t turns = 0;
   const uint32_t first = __atomic_fetch_add(&turns, detail::kReadTurns, __ATOMIC_RELAXED) + 1;
@@ -61,7 +70,9 @@ int32_t test_early_reads(int multiprocessors, cudaStream_t stream) {
   ARIL_TRY(cudaMemcpyFromSymbolAsync(&stale, detail::stale_turn, sizeof(stale), 0,
                                      cudaMemcpyDeviceToHost, stream));
   ARIL_TRY(cudaStreamSynchronize(stream));
-  if (stale >= first) __atomic_store_n(&early_starts, false, __ATOMIC_RELAXED);
+  int32_t version;
+  ARIL_TRY(code_version(version));
+  if (stale >= first || version < 90) __atomic_store_n(&early_starts, false, __ATOMIC_RELAXED);
   return 0;
 }
 
@@ -109,3 +120,5 @@ extern "C" int32_t aril_load(void) {
 }
 
 extern "C" int32_t aril_kernels_start_early(void) { return aril::start_early(); }
+
+extern "C" int32_t aril_code_version(int32_t* version) { return aril::code_version(*version); }

@@ -85,7 +85,8 @@ template <typename... T>
 }
 
 // Whether kernels may start while their predecessor drains. Cleared for good when a device fails the
-// test of their early reads (device/early_reads.cuh).
+// test of their early reads (device/early_reads.cuh), or runs code for devices before 9.0, which
+// waits for no predecessor.
 inline bool early_starts = true;
 
 [[nodiscard]] inline bool start_early() { return __atomic_load_n(&early_starts, __ATOMIC_RELAXED); }

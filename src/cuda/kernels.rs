@@ -60,7 +60,8 @@ impl Kernels {
 
     /// Whether kernels start while the one in front drains (programmatic dependent launch), as they do on devices of compute capability
     /// 9.0 and newer. They do not, in the whole process, once a device was loaded on which a kernel that starts early reads what the
-    /// routing was before: results stay right, and each launch takes some microseconds more.
+    /// routing was before, or with a build that has code for older devices alone: results stay right, and each launch takes some
+    /// microseconds more.
     pub fn start_early() -> bool {
         // SAFETY: it has no preconditions.
         #[expect(unsafe_code, reason = "FFI")]
@@ -75,7 +76,8 @@ impl Kernels {
         Self { device, ..self }
     }
 
-    /// The device of plans: the context's, unless they are [for another](Self::planned_for).
+    /// The device of plans: the context's, unless they are [for another](Self::planned_for). With code for older devices alone, its compute
+    /// capability is theirs.
     pub fn device(&self) -> Device {
         self.device
     }
@@ -153,9 +155,14 @@ fn describe(device: sys::CUdevice) -> Result<Device, LaunchError> {
     };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let mut code = 0;
+    // SAFETY: the kernels are loaded, and the pointer is valid for the call.
+    #[expect(unsafe_code, reason = "FFI")]
+    check(unsafe { ffi::aril_code_version(&raw mut code) })?;
     let size = |attribute_of| Ok::<_, LaunchError>(usize::try_from(attribute(attribute_of)?).unwrap_or(0));
     Ok(Device {
-        compute_capability: (major, minor),
+        // PTX of a build for older devices alone has what these have.
+        compute_capability: if major >= 9 && code < 90 { (code / 10, code % 10) } else { (major, minor) },
         multiprocessors: size(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         shared_bytes: size(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         shared_bytes_per_multiprocessor: size(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,

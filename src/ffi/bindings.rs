@@ -486,6 +486,9 @@ unsafe extern "C" {
     pub fn aril_kernels_start_early() -> i32;
 }
 unsafe extern "C" {
+    pub fn aril_code_version(version: *mut i32) -> i32;
+}
+unsafe extern "C" {
     pub fn aril_route(
         args: *const aril_route_args,
         stream: *mut ::core::ffi::c_void,
