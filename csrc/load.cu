@@ -19,6 +19,10 @@ int32_t load_pack();
 
 namespace {
 
+// Cleared for good when a device fails the test of early reads (device/early_reads.cuh), or runs code
+// for devices before 9.0, which waits for no predecessor.
+bool early_starts = true;
+
 int32_t load_all() {
   ARIL_TRY(load_routing());
   ARIL_TRY(load_linear());
@@ -90,6 +94,9 @@ int32_t test_device() {
 }
 
 }  // namespace
+
+bool start_early() { return __atomic_load_n(&early_starts, __ATOMIC_RELAXED); }
+
 }  // namespace aril
 
 extern "C" const char* aril_status_string(int32_t status) {

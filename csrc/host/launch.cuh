@@ -84,12 +84,8 @@ template <typename... T>
   return num_slices <= ARIL_MAX_SLICES;
 }
 
-// Whether kernels may start while their predecessor drains. Cleared for good when a device fails the
-// test of their early reads (device/early_reads.cuh), or runs code for devices before 9.0, which
-// waits for no predecessor.
-inline bool early_starts = true;
-
-[[nodiscard]] inline bool start_early() { return __atomic_load_n(&early_starts, __ATOMIC_RELAXED); }
+// Whether kernels may start while their predecessor drains (load.cu).
+[[nodiscard]] bool start_early();
 
 // Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh), in clusters of so
 // many blocks. Returns this launch's own status; an error that the caller has pending stays
