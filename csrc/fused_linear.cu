@@ -104,12 +104,11 @@ int32_t check(const aril_forward_args& args) {
   return 0;
 }
 
-// Rejects a device without the kernels.
-int32_t check_device() {
-  int device, major;
-  ARIL_TRY(cudaGetDevice(&device));
-  ARIL_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major < 9 ? ARIL_ERR_NO_KERNEL : 0;
+// Rejects code without the kernels, whatever the device is: they do nothing there.
+int32_t check_code() {
+  int32_t version;
+  ARIL_TRY(code_version(version));
+  return version < 90 ? ARIL_ERR_NO_KERNEL : 0;
 }
 
 int32_t fill_params(const aril_forward_args& args, detail::FusedParams& params) {
@@ -214,7 +213,7 @@ int32_t load_fused_linear() {
 }  // namespace aril
 
 extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
-  ARIL_TRY(aril::check_device());
+  ARIL_TRY(aril::check_code());
   const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
                     (weights->splits == 1 || weights->splits == 2) && weights->strips >= 1 &&
                     (weights->splits == 1 || weights->strips <= aril::detail::kMaxSplitStrips) &&

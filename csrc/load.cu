@@ -49,14 +49,6 @@ int32_t test_block_order(int multiprocessors, cudaStream_t stream) {
   return out_of_order < launch_number ? 0 : ARIL_ERR_BLOCK_ORDER;
 }
 
-// The architecture that the current device's code was compiled for, such as 90.
-int32_t code_version(int32_t& version) {
-  cudaFuncAttributes attributes;
-  ARIL_TRY(cudaFuncGetAttributes(&attributes, detail::block_order_kernel));
-  version = attributes.ptxVersion;
-  return 0;
-}
-
 // Lets kernels start early no longer on a device where one may then read an earlier routing, or does
 // not wait.
 int32_t test_early_reads(int multiprocessors, cudaStream_t stream) {
@@ -94,6 +86,13 @@ int32_t test_device() {
 }
 
 }  // namespace
+
+int32_t code_version(int32_t& version) {
+  cudaFuncAttributes attributes;
+  ARIL_TRY(cudaFuncGetAttributes(&attributes, detail::block_order_kernel));
+  version = attributes.ptxVersion;
+  return 0;
+}
 
 bool start_early() { return __atomic_load_n(&early_starts, __ATOMIC_RELAXED); }
 

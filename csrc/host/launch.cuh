@@ -87,6 +87,9 @@ template <typename... T>
 // Whether kernels may start while their predecessor drains (load.cu).
 [[nodiscard]] bool start_early();
 
+// The architecture that the current device's code was compiled for, such as 90 (load.cu).
+[[nodiscard]] int32_t code_version(int32_t& version);
+
 // Enqueues a kernel that may start while its predecessor drains (ptx/pdl.cuh), in clusters of so
 // many blocks. Returns this launch's own status; an error that the caller has pending stays
 // pending.
