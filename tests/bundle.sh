@@ -56,13 +56,13 @@ for part in "$@"; do
         gather test -p aril-serve --release --lib --test server --no-run
         rm -f "$bundle/aril-serve"
         gather build -p aril-serve --release --example load
-        cp -r serve/models "$bundle/"
+        cp -r crates/serve/models "$bundle/"
         fixtures
         ;;
     candle)
         # Compressed, candle's kernels take less than half of the bytes.
         CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-90} NVCC_APPEND_FLAGS=-Xfatbin=-compress-all CARGO_TARGET_DIR=target/dependants \
-            gather test --locked --manifest-path candle/Cargo.toml --release --test engine --no-run
+            gather test --locked --manifest-path crates/candle/Cargo.toml --release --test engine --no-run
         fixtures
         ;;
     *)

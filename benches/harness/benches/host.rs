@@ -17,7 +17,7 @@ use aril::{
     pool::{AdapterId, PoolConfig, Source, StreamId},
     routing::{Batch, Segments},
 };
-use aril_serving::admission::{Admission, Answer, Limits, Request};
+use aril_requests::admission::{Admission, Answer, Limits, Request};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 

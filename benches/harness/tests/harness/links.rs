@@ -13,7 +13,7 @@ const DOCUMENTS: [&str; 12] = [
     "benches/record/designs.md",
     "benches/record/h100/README.md",
     "benches/record/h200/README.md",
-    "candle/README.md",
+    "crates/candle/README.md",
     "examples/README.md",
     "examples/qwen3/README.md",
     "tests/fixtures/README.md",
