@@ -94,13 +94,19 @@ extern "C" {
 #define ARIL_RANK_TILE 8
 #define ARIL_OUT_TILE 64
 #define ARIL_OUT_UNIT 32
-#define ARIL_OUTS_SMALL_M 256          // outputs of a block of expand are a multiple of this
-#define ARIL_OUTS_LARGE_M 128          // the same, with wide tiles
-#define ARIL_WARPS 8                   // of a block on token or route tiles
-#define ARIL_MAX_RANK_TILES 8          // of a warpgroup that shrinks wide tiles
-#define ARIL_MAX_WARPGROUPS 3          // of a block that does
-#define ARIL_STATIC_BYTES 12288        // of shared memory, kept for a kernel's static variables
-#define ARIL_MAILBOX_HEADER 4224       // bytes, before the words
+#define ARIL_OUTS_SMALL_M 256     // outputs of a block of expand are a multiple of this
+#define ARIL_OUTS_LARGE_M 128     // the same, with wide tiles
+#define ARIL_WARPS 8              // of a block on token or route tiles
+#define ARIL_MAX_RANK_TILES 8     // of a warpgroup that shrinks wide tiles
+#define ARIL_MAX_WARPGROUPS 3     // of a block that does
+#define ARIL_STATIC_BYTES 12288   // of shared memory, kept for a kernel's static variables
+#define ARIL_MAILBOX_HEADER 4224  // bytes, before the words
+// Shared memory of a block on route tiles: of shrink, of a warp that expands within the activation
+// or the combine, and of a block of shrink that finds tiles itself, beside the first.
+#define ARIL_EXPERTS_SHRINK_BYTES 67584
+#define ARIL_ACTIVATE_WARP_BYTES 4352
+#define ARIL_COMBINE_WARP_BYTES 1664
+#define ARIL_LOCAL_TILES_BYTES 10240
 #define ARIL_ACTIVATION_BLOCKS 512     // the most of an activation that announce their ends
 #define ARIL_WORD_BYTES 8              // a 32-bit value and its epoch
 #define ARIL_GROUP_WORDS 4             // of aril_group for each of num_experts + 2 groups
@@ -212,25 +218,40 @@ typedef struct aril_outputs {
   int64_t stride;
 } aril_outputs;
 
+// How a linear layer is launched (src/plan/linear). No choice changes the bits.
+typedef struct aril_linear_plan {
+  int32_t max_tiles;  // the most that the routing can have: token tiles, or wide tiles for large_m
+  int32_t large_m;    // 0 or 1; 1 above ARIL_SMALL_M tokens
+  // Of shrink in large_m and f32: a slab or a span.
+  int32_t k_tiles_per_split;
+  // Of shrink in large_m: the splits that a block reduces, one after the other; at least 1. Rank
+  // tiles of a warpgroup, 2, 4 or ARIL_MAX_RANK_TILES; and warpgroups of a block, 1 but for
+  // ARIL_MAX_RANK_TILES.
+  int32_t splits_per_block;
+  int32_t rank_tiles;
+  int32_t warpgroups;
+  int32_t shrink_smem_bytes;  // of such a block
+  // Of expand, for all tiles; in small_m the launch adds those of shrink. f32 has its own.
+  int32_t expand_blocks;
+  int32_t outs_per_block;  // a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M
+  int32_t smem_bytes;      // of such a block
+  // Of small_m. 0: all tiles have blocks. 1: some have, which take turns.
+  int32_t takes_turns;
+  int32_t shrink_tiles;  // that the grid has blocks of shrink for
+  // With a routing of up to few_tiles tiles (at most max_tiles), a block of expand has
+  // outs_per_block_of_few outputs (at most outs_per_block).
+  int32_t few_tiles;
+  int32_t outs_per_block_of_few;
+  // Of aril_silu_mul: 0, or 1 in large_m up to ARIL_STAGED_RANK, the kernel of many tokens.
+  int32_t wide;
+} aril_linear_plan;
+
 // y[slice][t] += scales[t] * scaling * B (A x[t]), by shrink alone, expand alone, or both. If it
 // overwrites, y is set to the delta, or to zero where there is no adapter.
 typedef struct aril_linear_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
-  int32_t max_tiles;   // the most that the routing can have: token tiles, or wide tiles for large_m
-  int32_t large_m;     // 0 or 1; 1 above ARIL_SMALL_M tokens. The choice does not change the bits.
-  // Of shrink in large_m and f32: a slab or a span. The choice does not change the bits.
-  int32_t k_tiles_per_split;
-  // Of shrink in large_m: the splits that a block reduces, one after the other; at least 1. The
-  // choice does not change the bits.
-  int32_t splits_per_block;
-  // Of expand: a multiple of ARIL_OUTS_SMALL_M or ARIL_OUTS_LARGE_M. The choice does not change the
-  // bits.
-  int32_t outs_per_block;
-  // Of small_m: with a routing of up to few_tiles tiles (at most max_tiles), a block of expand has
-  // outs_per_block_of_few outputs (at most outs_per_block). The choice does not change the bits.
-  int32_t few_tiles;
-  int32_t outs_per_block_of_few;
+  aril_linear_plan plan;
   int32_t overwrites;  // 0 or 1
   int32_t in_features;
   int32_t num_slices;
@@ -249,21 +270,13 @@ typedef struct aril_linear_args {
   aril_routing routing;
 } aril_linear_args;
 
-// The launches of a linear layer, as the plan divides them (src/plan/linear). No choice changes the
-// bits. f32 needs none of it.
-typedef struct aril_linear_launch {
-  aril_linear_args args;
-  int32_t expand_blocks;  // of small_m; and of expand in large_m, for all tiles
-  int32_t smem_bytes;     // of such a block
-  // Of small_m. 0: all tiles have blocks. 1: some have, which take turns.
-  int32_t takes_turns;
-  int32_t shrink_tiles;  // that the grid has blocks of shrink for
-  // Of shrink in large_m: rank tiles of a warpgroup, 2, 4 or ARIL_MAX_RANK_TILES; and warpgroups of
-  // a block, 1 but for ARIL_MAX_RANK_TILES.
-  int32_t rank_tiles;
-  int32_t warpgroups;
-  int32_t shrink_smem_bytes;
-} aril_linear_launch;
+// How the halves of a fully sharded layer are launched (src/plan/sharded.rs).
+typedef struct aril_sharded_plan {
+  int32_t max_tiles;  // of token tiles, the most that the routing can have
+  int32_t shrink_blocks;
+  int32_t expand_blocks;
+  int32_t smem_bytes;  // of a block of expand
+} aril_sharded_plan;
 
 // The halves of the delta of a fully sharded layer. Between them, the engine exchanges v with the
 // other tensor-parallel ranks.
@@ -274,7 +287,7 @@ typedef struct aril_linear_launch {
 typedef struct aril_sharded_args {
   int32_t dtype;
   int32_t num_tokens;  // rows of x and y
-  int32_t max_tiles;   // of token tiles, the most that the routing can have
+  aril_sharded_plan plan;
   // The ranks that share A's rows: of an adapter of rank r, each has ceil(r / tp_size) of them. 1
   // if every rank has all rows, for its share of the input features.
   int32_t tp_size;
@@ -324,7 +337,7 @@ typedef struct aril_stack_args {
   int32_t positions;
   int32_t rank;  // a multiple of ARIL_RANK_TILE
   int32_t num_layers;
-  int32_t num_blocks;  // of all layers
+  int32_t num_blocks;              // of all layers
   const aril_stack_layer* layers;  // in device memory
   aril_stacked_module* modules;    // [num_entries][positions], aligned to 16 bytes
   aril_weights weights;            // the whole table, of 16-bit elements
@@ -361,8 +374,9 @@ typedef struct aril_stacked_silu_mul_args {
 // How a thread block of a fused linear divides its shared memory, for batches of some size. Offsets
 // in bytes from a boundary of ARIL_FORWARD_ALIGNMENT_BYTES, behind the ring.
 typedef struct aril_forward_ring {
-  int32_t stage_boxes;  // of a stage, along the input features: 1 or 2
-  int32_t stages;       // 0: the device has too little shared memory
+  int32_t stage_boxes;   // of a stage, along the input features: 1 or 2
+  int32_t stages;        // 0: the device has too little shared memory
+  int32_t first_stages;  // that are requested at once, before A is found
   int32_t stage_bytes;
   int32_t inbox;     // sums of the other block of a cluster
   int32_t deltas;    // [rows of the block][delta_pitch] f32
@@ -379,15 +393,24 @@ typedef struct aril_forward_ring {
   int32_t v_ranks;      // of v, that there is room for at once
 } aril_forward_ring;
 
-// Where W's slices are, as the copy engine reads them, and how thread blocks share them out.
-// Written by aril_forward_maps.
+// How thread blocks of a fused linear share out its rows and its features (src/plan/forward.rs).
+typedef struct aril_forward_plan {
+  // Thread blocks that share a row's input features, 1 or a cluster of 2. The order of sums depends
+  // on it, so it must be a function of the layer's shape alone. No other choice changes the bits.
+  int32_t splits;
+  int32_t strips;  // of ARIL_FORWARD_STRIP_ROWS rows of a slice, that a cluster has; of two blocks
+                   // up to ARIL_FORWARD_SPLIT_STRIPS
+  int32_t passes;  // that a block takes its strips in, up to ARIL_FORWARD_STRIPS at a time
+  int32_t clusters;       // of all slices
+  int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
+                          // begin
+  aril_forward_ring rings[ARIL_FORWARD_RINGS];  // for up to 8, 16 and 32 tokens
+} aril_forward_plan;
+
+// Where W's slices are, as the copy engine reads them. Written by aril_forward_maps.
 typedef struct aril_forward_map {
   uint64_t tensor_maps[ARIL_MAX_SLICES][16];
-  int32_t splits;
-  int32_t strips;
-  int32_t passes;
-  int32_t trigger_boxes;
-  aril_forward_ring rings[ARIL_FORWARD_RINGS];
+  aril_forward_plan plan;
 } aril_forward_map;
 
 // The weights of a base layer, in slices of any addresses. Addresses and strides in bytes are
@@ -395,22 +418,11 @@ typedef struct aril_forward_map {
 typedef struct aril_base_weights {
   int32_t dtype;  // ARIL_BF16 or ARIL_F16
   int32_t in_features;
-  // Thread blocks that share a row's input features, 1 or a cluster of 2. The order of sums depends
-  // on it, so it must be a function of the layer's shape alone.
-  int32_t splits;
-  int32_t strips;  // of ARIL_FORWARD_STRIP_ROWS rows of a slice, that a cluster has; of two blocks
-                   // up to ARIL_FORWARD_SPLIT_STRIPS. Any choice gives the same bits.
-  int32_t passes;  // that a block takes its strips in, up to ARIL_FORWARD_STRIPS at a time. Any
-                   // choice gives the same bits.
-  int32_t trigger_boxes;  // boxes of features that a block has left to load when its dependents
-                          // begin. Any number gives the same bits.
-  // For up to 8, 16 and 32 tokens, and tables of up to some rank. Any choice gives the same
-  // bits.
-  aril_forward_ring rings[ARIL_FORWARD_RINGS];
   int32_t num_slices;
   int32_t out_features[ARIL_MAX_SLICES];
   const void* slices[ARIL_MAX_SLICES];  // [out_features, in_features], row-major
   int64_t strides[ARIL_MAX_SLICES];
+  aril_forward_plan plan;
 } aril_base_weights;
 
 // y[t] = x[t] W^T + bias + scales[t] * scaling * B (A x[t]), in one launch, for all num_tokens
@@ -443,26 +455,26 @@ typedef struct aril_forward_args {
 // scaling * B v, with v of the last aril_linear_shrink; for all routed tokens, in f32 with one
 // rounding.
 typedef struct aril_silu_mul_args {
-  // Two slices of equal size. y is read, x is not. outs_per_block is of each slice, a multiple of
-  // ARIL_OUTS_LARGE_M; the choice does not change the bits.
+  // Two slices of equal size. y is read, x is not. The plan's outs_per_block is of each slice, a
+  // multiple of ARIL_OUTS_LARGE_M, and expand_blocks and smem_bytes are the launch's.
   aril_linear_args layer;
   void* out;  // [num_tokens, out_features of a slice]
   int64_t out_stride;
 } aril_silu_mul_args;
 
-// Its launch, as the plan divides it. No choice changes the bits.
-typedef struct aril_silu_mul_launch {
-  aril_silu_mul_args args;
-  int32_t wide;        // 0, or 1 in large_m up to ARIL_STAGED_RANK: the kernel of many tokens
-  int32_t smem_bytes;  // of a block
-} aril_silu_mul_launch;
+// How an operation on an embedding is launched (src/plan/linear).
+typedef struct aril_embedding_plan {
+  int32_t max_tiles;  // as above
+  int32_t blocks;
+  int32_t outs_per_block;  // as above
+  int32_t smem_bytes;      // of a block
+} aril_embedding_plan;
 
 // y[t] += scales[t] * scaling * B A[token_ids[t]]
 typedef struct aril_embedding_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;       // as above
-  int32_t outs_per_block;  // as above
+  aril_embedding_plan plan;
   int32_t vocab;
   int32_t hidden;
   const int32_t* token_ids;  // [num_tokens]
@@ -471,12 +483,6 @@ typedef struct aril_embedding_args {
   aril_weights weights;
   aril_routing routing;
 } aril_embedding_args;
-
-// Its launch, as the plan divides it.
-typedef struct aril_embedding_launch {
-  aril_embedding_args args;
-  int32_t smem_bytes;  // of a block
-} aril_embedding_launch;
 
 // The router's choice, in device memory.
 typedef struct aril_top_k {
@@ -551,35 +557,61 @@ enum aril_activation {
   ARIL_SWIGLU_OAI = 4
 };
 
+// What groups the routes of a layer by expert and slot.
+enum aril_grouped_by {
+  ARIL_EACH_OPERATION = 0,   // each block for itself: up to ARIL_EACH_BLOCK_ROUTES routes
+  ARIL_FIRST_OPERATION = 1,  // the first operation for all: up to ARIL_ONE_BLOCK_ROUTES
+  ARIL_GROUP_KERNEL = 2      // aril_group
+};
+
+// What has completed when a launch on experts starts.
+enum aril_inputs {
+  ARIL_INPUTS_IN_FRONT = 0,  // nothing: it waits for the work in front of it
+  // From ARIL_ACTIVATE on: all work before the kernel in front of it, which writes neither x nor
+  // the routes. Then only y waits for that kernel.
+  ARIL_INPUTS_COMPLETE = 1,
+  // Of ARIL_ADD_COMBINED and ARIL_COMBINE: the same, but for the kernel in front of that one, an
+  // activation of the same routes that announces the ends of its blocks. Then x waits for these.
+  ARIL_INPUTS_ANNOUNCED = 2
+};
+
+// How an operation on experts is launched (src/plan/experts.rs). No choice changes the bits.
+typedef struct aril_experts_plan {
+  int32_t max_tiles;      // of tokens
+  int32_t grouped_by;     // aril_grouped_by
+  int32_t groups_routes;  // 1: this operation is the first, and groups the routes for all
+  int32_t inputs;         // aril_inputs
+  // In an activation that announces the ends of its blocks, and with ARIL_INPUTS_ANNOUNCED: the
+  // activation's expand_blocks, up to ARIL_ACTIVATION_BLOCKS, of ARIL_EACH_OPERATION. Otherwise 0.
+  int32_t activation_blocks;
+  int32_t blocks;         // on route tiles: one if it groups the routes, then
+  int32_t shrink_blocks;  // of 8 warps; at least one for all items of a tile; then
+  int32_t expand_blocks;  // likewise
+  // Of a warp of expand: ARIL_OUT_TILE, or a multiple of it if max_rank is at most 16. From
+  // ARIL_ACTIVATE on the least that a warp has, ARIL_OUT_UNIT.
+  int32_t outs_per_block;
+  int32_t smem_bytes;  // of a block
+  // If ARIL_GROUP_KERNEL's routes may be added or written on wide tiles (the device decides): any
+  // number of blocks; of a block of shrink what aril_linear_plan has; and outputs of a block of
+  // expand, a multiple of ARIL_OUTS_LARGE_M. Otherwise 0. f32 takes the larger of shrink's blocks.
+  int32_t wide_shrink_blocks;
+  int32_t rank_tiles;
+  int32_t warpgroups;
+  int32_t wide_shrink_smem_bytes;
+  int32_t wide_expand_blocks;
+  int32_t wide_outs_per_block;
+  int32_t wide_expand_smem_bytes;
+} aril_experts_plan;
+
 // A projection of the experts of a layer.
 typedef struct aril_experts_args {
   int32_t dtype;
   int32_t num_tokens;
-  int32_t max_tiles;      // of tokens
-  int32_t shrink_blocks;  // of 8 warps; at least one for all items of a tile. Does not change the
-  int32_t expand_blocks;  // bits, as all grids here; likewise
-  // Of a warp of expand: ARIL_OUT_TILE, or a multiple of it if max_rank is at most 16. From
-  // ARIL_ACTIVATE on the least that a warp has, ARIL_OUT_UNIT.
-  int32_t outs_per_block;
-  // If more than ARIL_ONE_BLOCK_ROUTES may be added or written on wide tiles (the device decides):
-  // any number of blocks, and outputs of a block of expand, a multiple of ARIL_OUTS_LARGE_M.
-  // Otherwise 0.
-  int32_t wide_shrink_blocks;
-  int32_t wide_expand_blocks;
-  int32_t wide_outs_per_block;
+  aril_experts_plan plan;
   int32_t form;           // aril_experts_form
   int32_t weighted;       // 0 or 1
   int32_t rows_weighted;  // of ARIL_COMBINE: 1 if y's rows already have the weights
-  // 1: this operation groups the routes for all (up to ARIL_ONE_BLOCK_ROUTES, more than
-  // ARIL_EACH_BLOCK_ROUTES).
-  int32_t groups_routes;
-  // From ARIL_ACTIVATE on. 1: when this launch starts, all work before the kernel in front of it
-  // has completed, and that kernel writes neither x nor the routes. Then only y waits for that
-  // kernel. 2, of ARIL_ADD_COMBINED and ARIL_COMBINE: the same, but for the kernel in front of that
-  // one, an activation of the same routes that announces the ends of its blocks. Then x waits for
-  // these.
-  int32_t inputs_complete;
-  int32_t from_tokens;  // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
+  int32_t from_tokens;    // 1: x is [num_tokens, in_features]; 0: [num_tokens * top_k, in_features]
   int32_t in_features;
   int32_t num_slices;
   int32_t out_features;  // of each slice
@@ -609,22 +641,7 @@ typedef struct aril_experts_args {
   aril_routing routing;
   aril_top_k top_k;
   aril_groups groups;
-  // In an activation that announces the ends of its blocks, and with inputs_complete 2: the
-  // activation's expand_blocks, up to ARIL_ACTIVATION_BLOCKS, of up to ARIL_EACH_BLOCK_ROUTES routes.
-  // Otherwise 0.
-  int32_t activation_blocks;
 } aril_experts_args;
-
-// Its launches, as the plan divides them (src/plan/experts.rs). No choice changes the bits. With
-// wide_shrink_blocks, in bf16 and f16: as in aril_linear_launch, of a block of shrink and of
-// expand.
-typedef struct aril_experts_launch {
-  aril_experts_args args;
-  int32_t rank_tiles;
-  int32_t warpgroups;
-  int32_t shrink_smem_bytes;
-  int32_t expand_smem_bytes;
-} aril_experts_launch;
 
 // A row-major factor, and where it is packed.
 typedef struct aril_pack_factor {
@@ -653,9 +670,9 @@ typedef struct aril_pack_args {
 // Describes a status. The string lives forever.
 const char* aril_status_string(int32_t status);
 
-// Loads every kernel into the current context, so that no launch has to, and runs short kernels on a
-// stream of its own and waits for them: ARIL_ERR_BLOCK_ORDER if waits in a mailbox may never end on
-// this device. Captures on other threads are not disturbed.
+// Loads every kernel into the current context, so that no launch has to, and runs short kernels on
+// a stream of its own and waits for them: ARIL_ERR_BLOCK_ORDER if waits in a mailbox may never end
+// on this device. Captures on other threads are not disturbed.
 int32_t aril_load(void);
 
 // Whether kernels start while their predecessor drains: 1, or 0 once aril_load has found a device
@@ -667,12 +684,12 @@ int32_t aril_kernels_start_early(void);
 int32_t aril_code_version(int32_t* version);
 
 int32_t aril_route(const aril_route_args* args, void* stream);
-int32_t aril_linear(const aril_linear_launch* launch, void* stream);
-int32_t aril_linear_shrink(const aril_linear_launch* launch, void* stream);
-int32_t aril_linear_expand(const aril_linear_launch* launch, void* stream);
+int32_t aril_linear(const aril_linear_args* args, void* stream);
+int32_t aril_linear_shrink(const aril_linear_args* args, void* stream);
+int32_t aril_linear_expand(const aril_linear_args* args, void* stream);
 int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream);
 int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream);
-int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream);
+int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream);
 int32_t aril_stack(const aril_stack_args* args, void* stream);
 int32_t aril_stacked_expand(const aril_stacked_args* args, void* stream);
 int32_t aril_stacked_silu_mul(const aril_stacked_silu_mul_args* args, void* stream);
@@ -680,9 +697,9 @@ int32_t aril_stacked_silu_mul(const aril_stacked_silu_mul_args* args, void* stre
 // ARIL_ERR_SHARED_MEMORY if the device has too little for a ring.
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
-int32_t aril_embedding(const aril_embedding_launch* launch, void* stream);
+int32_t aril_embedding(const aril_embedding_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
-int32_t aril_experts(const aril_experts_launch* launch, void* stream);
+int32_t aril_experts(const aril_experts_args* args, void* stream);
 int32_t aril_pack(const aril_pack_args* args, void* stream);
 
 #ifdef __cplusplus

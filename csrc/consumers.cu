@@ -34,27 +34,27 @@ struct Kernels<float> {
 };
 
 template <typename T>
-int32_t silu_mul(const aril_silu_mul_launch& launch, void* stream) {
-  const aril_silu_mul_args& args = launch.args;
+int32_t silu_mul(const aril_silu_mul_args& args, void* stream) {
   const aril_linear_args& layer = args.layer;
+  const aril_linear_plan& plan = layer.plan;
   const Kernels<T> kernels;
   if constexpr (sizeof(T) == sizeof(float)) {
     const int blocks = ceil_div(layer.out_features[0], detail::kF32Threads);
-    return aril::launch(kernels.silu_mul, dim3(layer.max_tiles * blocks), detail::kF32Threads, 0,
-                        stream, args, blocks);
+    return launch(kernels.silu_mul, dim3(plan.max_tiles * blocks), detail::kF32Threads, 0, stream,
+                  args, blocks);
   } else {
     const bool is_large_m = detail::is_large_m(layer);
-    const int blocks = ceil_div(layer.out_features[0], layer.outs_per_block);
-    const dim3 grid(layer.max_tiles * blocks);
-    if (launch.wide) {
+    const int blocks = ceil_div(layer.out_features[0], plan.outs_per_block);
+    ARIL_CHECK(plan.expand_blocks == plan.max_tiles * blocks);
+    if (plan.wide) {
       ARIL_CHECK(is_large_m && detail::is_staged(layer.weights) &&
-                 launch.smem_bytes >= detail::large_m_silu_mul_smem_bytes(layer.weights));
-      return aril::launch(kernels.large_m_silu_mul, grid, detail::kExpandThreads, launch.smem_bytes,
-                          stream, args, blocks, launch.smem_bytes);
+                 plan.smem_bytes >= detail::large_m_silu_mul_smem_bytes(layer.weights));
+      return launch(kernels.large_m_silu_mul, dim3(plan.expand_blocks), detail::kExpandThreads,
+                    plan.smem_bytes, stream, args, blocks, plan.smem_bytes);
     }
-    ARIL_CHECK(launch.smem_bytes >= detail::plain_silu_mul_smem_bytes(layer.weights));
-    return aril::launch(kernels.plain_silu_mul[is_large_m], grid, detail::kSmallMThreads,
-                        launch.smem_bytes, stream, args, blocks);
+    ARIL_CHECK(plan.smem_bytes >= detail::plain_silu_mul_smem_bytes(layer.weights));
+    return launch(kernels.plain_silu_mul[is_large_m], dim3(plan.expand_blocks),
+                  detail::kSmallMThreads, plan.smem_bytes, stream, args, blocks);
   }
 }
 
@@ -68,10 +68,9 @@ int32_t load_consumers() {
 
 }  // namespace aril
 
-extern "C" int32_t aril_silu_mul(const aril_silu_mul_launch* launch, void* stream) {
-  const aril_linear_args& layer = launch->args.layer;
-  ARIL_CHECK(aril::are_set(layer.y, layer.num_slices) && aril::are_set(launch->args.out));
-  return aril::dispatch(layer.dtype, [&](auto element) {
-    return aril::silu_mul<decltype(element)>(*launch, stream);
-  });
+extern "C" int32_t aril_silu_mul(const aril_silu_mul_args* args, void* stream) {
+  const aril_linear_args& layer = args->layer;
+  ARIL_CHECK(aril::are_set(layer.y, layer.num_slices) && aril::are_set(args->out));
+  return aril::dispatch(
+      layer.dtype, [&](auto element) { return aril::silu_mul<decltype(element)>(*args, stream); });
 }

@@ -65,23 +65,25 @@ int32_t smem_bytes_of(const aril_forward_ring& ring) {
 }
 
 int32_t share_out(const aril_forward_args& args, detail::FusedParams& params) {
+  const aril_forward_plan& plan = args.map->plan;
   detail::FusedGrid& grid = params.grid;
   grid = {};
   int clusters = 0;
   for (int slice = 0; slice < args.num_slices; ++slice) {
     if (args.out_features[slice] < 1) return ARIL_ERR_ARGUMENT;
     grid.first_cluster[slice] = clusters;
-    clusters += ceil_div(detail::Share::slice_strips(args.out_features[slice]), args.map->strips);
+    clusters += ceil_div(detail::Share::slice_strips(args.out_features[slice]), plan.strips);
   }
+  ARIL_CHECK(clusters == plan.clusters);
   for (int slice = args.num_slices; slice <= ARIL_MAX_SLICES; ++slice) {
     grid.first_cluster[slice] = clusters;
   }
-  grid.strips = args.map->strips;
-  grid.passes = args.map->passes;
+  grid.strips = plan.strips;
+  grid.passes = plan.passes;
   grid.pass_strips = ceil_div(grid.strips, grid.passes);
   constexpr int kStep = detail::kStepBoxes;
   grid.boxes = ceil_div(args.in_features, detail::kBoxFeatures);
-  grid.split_boxes = ceil_div(ceil_div(grid.boxes, kStep), args.map->splits) * kStep;
+  grid.split_boxes = ceil_div(ceil_div(grid.boxes, kStep), plan.splits) * kStep;
   params.num_k_tiles = ceil_div(args.in_features, ARIL_K_TILE);
   params.part_k_tiles = ceil_div(params.num_k_tiles, detail::kParts);
   params.num_parts = ceil_div(params.num_k_tiles, params.part_k_tiles);
@@ -92,7 +94,7 @@ int32_t check(const aril_forward_args& args) {
   const bool fits = args.num_tokens >= 0 && args.num_tokens <= ARIL_FORWARD_TOKENS &&
                     args.in_features >= 8 && args.in_features % 8 == 0 && args.num_slices >= 1 &&
                     args.num_slices <= ARIL_MAX_SLICES && args.map != nullptr && args.polls >= 0 &&
-                    args.map->strips >= 1 && args.map->trigger_boxes >= 1 &&
+                    args.map->plan.strips >= 1 && args.map->plan.trigger_boxes >= 1 &&
                     are_set(args.y, args.num_slices);
   if (!fits) return ARIL_ERR_ARGUMENT;
   if (args.weights.table != nullptr) {
@@ -113,7 +115,7 @@ int32_t check_code() {
 
 int32_t fill_params(const aril_forward_args& args, detail::FusedParams& params) {
   params.args = args;
-  params.splits = args.map->splits;
+  params.splits = args.map->plan.splits;
   static_assert(sizeof(params.w) == sizeof(args.map->tensor_maps));
   memcpy(params.w, args.map->tensor_maps, sizeof(params.w));
   ARIL_TRY(encode_map(params.x, args.dtype, args.x, args.num_tokens, args.in_features,
@@ -135,7 +137,7 @@ int32_t launch_fused(const detail::FusedParams& params, int smem_bytes, void* st
 template <typename T, int kTokenTiles>
 int32_t forward(const aril_forward_args& args, void* stream) {
   constexpr int kRing = kTokenTiles / 2;
-  const aril_forward_ring& ring = args.map->rings[kRing];
+  const aril_forward_ring& ring = args.map->plan.rings[kRing];
   if (ring.stages == 0) return ARIL_ERR_SHARED_MEMORY;
   // Ranks that do not fit at once are divided where sums are.
   ARIL_CHECK(args.weights.table == nullptr || ring.v_ranks % detail::kSumRanks == 0 ||
@@ -145,8 +147,8 @@ int32_t forward(const aril_forward_args& args, void* stream) {
   params.smem = ring;
   params.grid.stage_boxes = ring.stage_boxes;
   params.grid.stages = ring.stages;
-  params.grid.first_stages = detail::first_stages(kTokenTiles, ring.stages);
-  params.grid.trigger = args.map->trigger_boxes / ring.stage_boxes;
+  params.grid.first_stages = ring.first_stages;
+  params.grid.trigger = args.map->plan.trigger_boxes / ring.stage_boxes;
   return launch_fused<T, kTokenTiles>(params, smem_bytes_of(ring), stream);
 }
 
@@ -155,7 +157,8 @@ int32_t forward(const aril_forward_args& args, void* stream) {
 bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_strips) {
   const int box_bytes = pass_strips * detail::kStripBoxBytes + token_tiles * detail::kTokenBoxBytes;
   return ring.stage_boxes >= 1 && ring.stage_boxes <= detail::kStepBoxes && ring.stages >= 1 &&
-         ring.stages <= detail::kMaxStages && ring.stage_bytes == ring.stage_boxes * box_bytes &&
+         ring.stages <= detail::kMaxStages && ring.first_stages >= 1 &&
+         ring.first_stages <= ring.stages && ring.stage_bytes == ring.stage_boxes * box_bytes &&
          ring.inbox == ring.stages * ring.stage_bytes && ring.inbox <= ring.deltas &&
          ring.deltas < ring.v && ring.v == ring.sums && ring.v == ring.handover &&
          ring.v < ring.a && ring.a < ring.batch && ring.batch < ring.modules &&
@@ -164,12 +167,12 @@ bool is_ring(const aril_forward_ring& ring, int token_tiles, int pass_strips) {
 }
 
 // Rejects rings that are none, or larger than the device's shared memory.
-int32_t check_rings(const aril_base_weights& weights) {
-  const int pass_strips = ceil_div(weights.strips, weights.passes);
+int32_t check_rings(const aril_forward_plan& plan) {
+  const int pass_strips = ceil_div(plan.strips, plan.passes);
   int budget;
   ARIL_TRY(smem_budget(budget));
   int token_tiles = 1;
-  for (const aril_forward_ring& ring : weights.rings) {
+  for (const aril_forward_ring& ring : plan.rings) {
     if (ring.stages != 0) {
       if (!is_ring(ring, token_tiles, pass_strips)) return ARIL_ERR_ARGUMENT;
       if (smem_bytes_of(ring) > budget) return ARIL_ERR_SHARED_MEMORY;
@@ -213,30 +216,23 @@ int32_t load_fused_linear() {
 }  // namespace aril
 
 extern "C" int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map) {
-  ARIL_TRY(aril::check_code());
-  const bool fits = weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
-                    (weights->splits == 1 || weights->splits == 2) && weights->strips >= 1 &&
-                    (weights->splits == 1 || weights->strips <= aril::detail::kMaxSplitStrips) &&
-                    weights->passes >= 1 &&
-                    aril::detail::ceil_div(weights->strips, weights->passes) <=
-                        aril::detail::kMaxStrips &&
-                    weights->trigger_boxes >= 1;
-  if (!fits) return ARIL_ERR_ARGUMENT;
-  ARIL_TRY(aril::check_rings(*weights));
+  using namespace aril;
+  ARIL_TRY(check_code());
+  const aril_forward_plan& plan = weights->plan;
+  ARIL_CHECK(weights->num_slices >= 1 && weights->num_slices <= ARIL_MAX_SLICES &&
+             (plan.splits == 1 || plan.splits == 2) && plan.strips >= 1 &&
+             (plan.splits == 1 || plan.strips <= detail::kMaxSplitStrips) && plan.passes >= 1 &&
+             ceil_div(plan.strips, plan.passes) <= detail::kMaxStrips && plan.clusters >= 1 &&
+             plan.trigger_boxes >= 1);
+  ARIL_TRY(check_rings(plan));
   *map = {};
-  memcpy(map->rings, weights->rings, sizeof(map->rings));
-  map->splits = weights->splits;
-  map->strips = weights->strips;
-  map->passes = weights->passes;
-  map->trigger_boxes = weights->trigger_boxes;
+  map->plan = plan;
+  const int box_rows = ceil_div(plan.strips, plan.passes) * detail::kStripRows;
   for (int slice = 0; slice < weights->num_slices; ++slice) {
     CUtensorMap encoded;
-    ARIL_TRY(aril::encode_map(encoded, weights->dtype, weights->slices[slice],
-                              weights->out_features[slice], weights->in_features,
-                              weights->strides[slice],
-                              aril::detail::ceil_div(weights->strips, weights->passes) *
-                                  aril::detail::kStripRows,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
+    ARIL_TRY(encode_map(encoded, weights->dtype, weights->slices[slice],
+                        weights->out_features[slice], weights->in_features, weights->strides[slice],
+                        box_rows, CU_TENSOR_MAP_L2_PROMOTION_L2_64B));
     memcpy(map->tensor_maps[slice], &encoded, sizeof(encoded));
   }
   return 0;

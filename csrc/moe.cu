@@ -16,8 +16,8 @@ namespace {
 using detail::ceil_div;
 using detail::kMaxRankTiles;
 
-// All kernels for elements of T. Arrays of two are indexed by fit_each_block(), unless they say
-// otherwise.
+// All kernels for elements of T. Arrays of two are indexed by whether each block groups the
+// routes for itself, unless they say otherwise.
 template <typename T>
 struct Kernels {
   using OnRouteTiles = Kernel<aril_experts_args, detail::ExpertsGrid>;
@@ -65,81 +65,83 @@ struct GroupKernels {
   }
 };
 
+int num_routes(const aril_experts_args& args) { return args.num_tokens * args.top_k.top_k; }
+
+// Bytes that a block on route tiles needs, whose warps need so many each to expand.
+int route_tiles_bytes(const aril_experts_args& args, int warp_bytes) {
+  const int bytes = max(ARIL_EXPERTS_SHRINK_BYTES, detail::kExpertsWarps * warp_bytes);
+  if (args.plan.grouped_by != ARIL_FIRST_OPERATION) return bytes;
+  using Sort = detail::OneBlockSort<detail::kExpertsThreads>;
+  return max(max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k)),
+             ARIL_EXPERTS_SHRINK_BYTES + ARIL_LOCAL_TILES_BYTES);
+}
+
 // The launch on route tiles.
 template <typename T>
 int32_t on_route_tiles(const aril_experts_args& args, void* stream) {
   const Kernels<T> kernels;
-  const bool in_each_block = detail::fit_each_block(args.num_tokens, args.top_k);
-  ARIL_CHECK(args.activation_blocks == 0 ||
-             (in_each_block && args.activation_blocks <= ARIL_ACTIVATION_BLOCKS));
-  ARIL_CHECK(args.inputs_complete != 2 || args.activation_blocks > 0);
-  const detail::ExpertsGrid grid = {in_each_block ? 0 : args.groups_routes, args.shrink_blocks,
+  const aril_experts_plan& plan = args.plan;
+  const bool in_each_block = plan.grouped_by == ARIL_EACH_OPERATION;
+  const detail::ExpertsGrid grid = {plan.groups_routes, plan.shrink_blocks,
                                     ceil_div(args.in_features, detail::kSlabFeatures),
-                                    args.wide_shrink_blocks > 0};
+                                    plan.wide_shrink_blocks > 0};
   // The blocks take all pieces of a tile at once.
   const int expanded = args.form == ARIL_ADD || args.form == ARIL_WRITE ? args.num_slices : 1;
-  ARIL_CHECK(args.outs_per_block >= 1 &&
-             args.shrink_blocks * detail::kShrinkSets >=
+  ARIL_CHECK(plan.blocks == grid.first_shrink + plan.shrink_blocks + plan.expand_blocks &&
+             plan.outs_per_block >= 1 &&
+             plan.shrink_blocks * detail::kShrinkSets >=
                  args.num_slices * detail::rank_tiles(args.weights) * grid.slabs &&
-             args.expand_blocks * detail::kExpertsWarps >=
-                 expanded * ceil_div(args.out_features, args.outs_per_block));
-  const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) {
-    const int blocks = grid.first_shrink + args.shrink_blocks + args.expand_blocks;
-    int bytes = max(detail::kExpertsShrinkBytes, detail::kExpertsWarps * warp_bytes);
-    if (!in_each_block && detail::fit_one_block(args.num_tokens, args.top_k)) {
-      // All operations on so many routes ask for the memory of the sort, whether they sort or not:
-      // otherwise the multiprocessors would repartition their memory between launches.
-      using Sort = detail::OneBlockSort<detail::kExpertsThreads>;
-      bytes = max(max(bytes, Sort::scratch_bytes(args.num_tokens, args.top_k)),
-                  detail::kExpertsShrinkBytes + static_cast<int>(sizeof(detail::LocalTiles)));
-    }
-    return launch(kernel, dim3(blocks), detail::kExpertsThreads, bytes, stream, args, grid,
-                  more...);
+             plan.expand_blocks * detail::kExpertsWarps >=
+                 expanded * ceil_div(args.out_features, plan.outs_per_block));
+  const auto launch_with = [&](const auto& kernel, int warp_bytes, const auto&... more) -> int32_t {
+    ARIL_CHECK(plan.smem_bytes >= route_tiles_bytes(args, warp_bytes));
+    return launch(kernel, dim3(plan.blocks), detail::kExpertsThreads, plan.smem_bytes, stream, args,
+                  grid, more...);
   };
   switch (args.form) {
     case ARIL_ACTIVATE:
-      return launch_with(kernels.activate[in_each_block], sizeof(detail::ActivateStage));
+      return launch_with(kernels.activate[in_each_block], ARIL_ACTIVATE_WARP_BYTES);
     case ARIL_ADD_COMBINED:
     case ARIL_COMBINE:
-      return launch_with(kernels.combine[in_each_block], sizeof(detail::CombineStage));
+      return launch_with(kernels.combine[in_each_block], ARIL_COMBINE_WARP_BYTES);
     default:
       break;
   }
   const detail::ExpandStages stages(detail::kWholeRankTiles<T>, args.weights.max_rank,
-                                    args.outs_per_block);
+                                    plan.outs_per_block);
   return launch_with(kernels.experts[in_each_block], stages.of_warp, stages);
 }
 
 template <int kRankTiles>
 int32_t large_m_shrink_with(const Kernel<aril_experts_args, int>& kernel,
-                            const aril_experts_launch& launch, void* stream) {
-  ARIL_CHECK(launch.warpgroups >= 1 &&
-             launch.warpgroups <= detail::shrink_threads<kRankTiles> / detail::kWarpgroupThreads &&
-             launch.shrink_smem_bytes >=
-                 detail::large_m_shrink_smem_bytes<kRankTiles>(launch.warpgroups));
-  const aril_experts_args& args = launch.args;
+                            const aril_experts_args& args, void* stream) {
+  const aril_experts_plan& plan = args.plan;
+  ARIL_CHECK(plan.warpgroups >= 1 &&
+             plan.warpgroups <= detail::shrink_threads<kRankTiles> / detail::kWarpgroupThreads &&
+             plan.wide_shrink_smem_bytes >=
+                 detail::large_m_shrink_smem_bytes<kRankTiles>(plan.warpgroups));
   const int rank_tiles = args.num_slices * detail::rank_tiles(args.weights);
-  return aril::launch(kernel, dim3(args.wide_shrink_blocks),
-                      launch.warpgroups * detail::kWarpgroupThreads, launch.shrink_smem_bytes,
-                      stream, args, ceil_div(rank_tiles, kRankTiles * launch.warpgroups));
+  return launch(kernel, dim3(plan.wide_shrink_blocks), plan.warpgroups * detail::kWarpgroupThreads,
+                plan.wide_shrink_smem_bytes, stream, args,
+                ceil_div(rank_tiles, kRankTiles * plan.warpgroups));
 }
 
 // Both ways of more than ARIL_ONE_BLOCK_ROUTES routes; the device decides which does the work.
 template <typename T>
-int32_t on_wide_or_route_tiles(const aril_experts_launch& launch, void* stream) {
+int32_t on_wide_or_route_tiles(const aril_experts_args& args, void* stream) {
   const Kernels<T> kernels;
-  const aril_experts_args& args = launch.args;
-  ARIL_CHECK(launch.rank_tiles == 2 || launch.rank_tiles == 4 ||
-             launch.rank_tiles == kMaxRankTiles);
-  ARIL_CHECK(launch.expand_smem_bytes >= detail::large_m_expand_smem_bytes(args.weights));
-  ARIL_TRY(launch.rank_tiles == 2 ? large_m_shrink_with<2>(kernels.shrink2, launch, stream)
-           : launch.rank_tiles == 4
-               ? large_m_shrink_with<4>(kernels.shrink4, launch, stream)
-               : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, launch, stream));
+  const aril_experts_plan& plan = args.plan;
+  ARIL_CHECK(plan.grouped_by == ARIL_GROUP_KERNEL);
+  ARIL_CHECK(plan.rank_tiles == 2 || plan.rank_tiles == 4 || plan.rank_tiles == kMaxRankTiles);
+  ARIL_CHECK(plan.wide_expand_smem_bytes >= detail::large_m_expand_smem_bytes(args.weights));
+  ARIL_TRY(plan.rank_tiles == 2 ? large_m_shrink_with<2>(kernels.shrink2, args, stream)
+           : plan.rank_tiles == 4
+               ? large_m_shrink_with<4>(kernels.shrink4, args, stream)
+               : large_m_shrink_with<kMaxRankTiles>(kernels.shrink8, args, stream));
   ARIL_TRY(on_route_tiles<T>(args, stream));
-  return aril::launch(kernels.large_m_expand[args.from_tokens == 0], dim3(args.wide_expand_blocks),
-                      detail::kExpandThreads, launch.expand_smem_bytes, stream, args,
-                      launch.expand_smem_bytes);
+  return launch(kernels.large_m_expand[args.from_tokens == 0], dim3(plan.wide_expand_blocks),
+                detail::kExpandThreads, plan.wide_expand_smem_bytes, stream, args,
+                plan.wide_expand_smem_bytes);
 }
 
 int32_t experts_f32(const aril_experts_args& args, void* stream) {
@@ -148,20 +150,34 @@ int32_t experts_f32(const aril_experts_args& args, void* stream) {
   const auto& kernel = args.form == ARIL_ACTIVATE ? kernels.activate
                        : combines                 ? kernels.combine
                                                   : kernels.experts;
-  const int blocks = max(args.shrink_blocks, args.wide_shrink_blocks);
+  const int blocks = max(args.plan.shrink_blocks, args.plan.wide_shrink_blocks);
   return launch(kernel, dim3(blocks), detail::kF32Threads, 0, stream, args);
 }
 
 int32_t group(const aril_group_args& args, void* stream) {
   ARIL_CHECK(args.num_slots <= ARIL_MAX_SLOTS);
   ARIL_CHECK(args.num_tokens == 0 || are_set(args.top_k.ids));
-  if (detail::fit_one_block(args.num_tokens, args.top_k)) return 0;
+  if (args.num_tokens * args.top_k.top_k <= ARIL_ONE_BLOCK_ROUTES) return 0;
   return launch(GroupKernels().group, dim3(args.top_k.num_experts + 2), detail::kGroupThreads,
                 detail::kGroupSmemBytes, stream, args);
 }
 
-int32_t experts(const aril_experts_launch& launch, void* stream) {
-  const aril_experts_args& args = launch.args;
+// Whether the plan groups routes as kernels for so many do, and waits for what they can wait for.
+bool is_plan(const aril_experts_args& args) {
+  const aril_experts_plan& plan = args.plan;
+  const bool announces = plan.activation_blocks > 0;
+  const int most = plan.grouped_by == ARIL_EACH_OPERATION    ? ARIL_EACH_BLOCK_ROUTES
+                   : plan.grouped_by == ARIL_FIRST_OPERATION ? ARIL_ONE_BLOCK_ROUTES
+                                                             : INT32_MAX;
+  return num_routes(args) <= most &&
+         (!plan.groups_routes || plan.grouped_by == ARIL_FIRST_OPERATION) &&
+         (!announces || (plan.grouped_by == ARIL_EACH_OPERATION &&
+                         plan.activation_blocks <= ARIL_ACTIVATION_BLOCKS)) &&
+         (plan.inputs == ARIL_INPUTS_IN_FRONT || args.form >= ARIL_ACTIVATE) &&
+         (plan.inputs != ARIL_INPUTS_ANNOUNCED || (announces && args.form >= ARIL_ADD_COMBINED));
+}
+
+int32_t experts(const aril_experts_args& args, void* stream) {
   const bool has_out = args.form == ARIL_ACTIVATE || args.form == ARIL_COMBINE;
   ARIL_CHECK(are_set(args.x, args.y, args.top_k.ids) && (!has_out || are_set(args.out)));
   return dispatch(args.dtype, [&](auto element) -> int32_t {
@@ -169,8 +185,9 @@ int32_t experts(const aril_experts_launch& launch, void* stream) {
     if constexpr (sizeof(T) == sizeof(float)) {
       return experts_f32(args, stream);
     } else {
-      return args.wide_shrink_blocks > 0 ? on_wide_or_route_tiles<T>(launch, stream)
-                                         : on_route_tiles<T>(args, stream);
+      ARIL_CHECK(is_plan(args));
+      return args.plan.wide_shrink_blocks > 0 ? on_wide_or_route_tiles<T>(args, stream)
+                                              : on_route_tiles<T>(args, stream);
     }
   });
 }
@@ -190,6 +207,6 @@ extern "C" int32_t aril_group(const aril_group_args* args, void* stream) {
   return aril::group(*args, stream);
 }
 
-extern "C" int32_t aril_experts(const aril_experts_launch* launch, void* stream) {
-  return aril::experts(*launch, stream);
+extern "C" int32_t aril_experts(const aril_experts_args* args, void* stream) {
+  return aril::experts(*args, stream);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_sharded_shrink and aril_sharded_expand: which kernel an operation launches, with which grid.
+// aril_sharded_shrink and aril_sharded_expand: launches the kernels that the plan
+// (src/plan/sharded.rs) has chosen, and refuses a plan that does not fit them.
 #include "host/launch.cuh"
 #include "linear/sharded.cuh"
 
@@ -39,32 +40,30 @@ template <typename T>
 int32_t shrink(const aril_sharded_args& args, void* stream) {
   constexpr bool kIsF32 = sizeof(T) == sizeof(float);
   const int rank_tiles = ceil_div(args.width, ARIL_RANK_TILE);
-  return launch(Kernels<T>().shrink, dim3(args.max_tiles * args.num_slices * rank_tiles),
+  ARIL_CHECK(args.plan.shrink_blocks == args.plan.max_tiles * args.num_slices * rank_tiles);
+  return launch(Kernels<T>().shrink, dim3(args.plan.shrink_blocks),
                 kIsF32 ? detail::kF32Threads : detail::kShardedThreads,
                 kIsF32 ? 0 : detail::kShardedSmemBytes, stream, args, rank_tiles);
 }
 
-int out_blocks(const aril_sharded_args& args, int outs_per_block) {
-  int blocks = 0;
-  for (int slice = 0; slice < args.num_slices; ++slice) {
-    blocks += ceil_div(args.num_outs[slice], outs_per_block);
-  }
-  return blocks;
-}
-
 template <typename T>
 int32_t expand(const aril_sharded_args& args, void* stream) {
+  const aril_sharded_plan& plan = args.plan;
+  static_assert(detail::kF32Threads == ARIL_OUTS_SMALL_M);
+  int blocks = 0;
+  for (int slice = 0; slice < args.num_slices; ++slice) {
+    blocks += ceil_div(args.num_outs[slice], ARIL_OUTS_SMALL_M);
+  }
+  ARIL_CHECK(plan.expand_blocks == plan.max_tiles * blocks);
   if constexpr (sizeof(T) == sizeof(float)) {
-    const int blocks = out_blocks(args, detail::kF32Threads);
-    return launch(Kernels<T>().expand, dim3(args.max_tiles * blocks), detail::kF32Threads, 0,
-                  stream, args, blocks);
+    return launch(Kernels<T>().expand, dim3(plan.expand_blocks), detail::kF32Threads, 0, stream,
+                  args, blocks);
   } else {
     const bool staged = detail::is_staged(args.weights);
-    const int blocks = out_blocks(args, ARIL_OUTS_SMALL_M);
-    return launch(Kernels<T>().expand[staged], dim3(args.max_tiles * blocks),
-                  detail::kSmallMThreads,
-                  detail::small_m_expand_smem_bytes(args.weights, ARIL_OUTS_SMALL_M, staged),
-                  stream, args, blocks);
+    ARIL_CHECK(plan.smem_bytes >=
+               detail::small_m_expand_smem_bytes(args.weights, ARIL_OUTS_SMALL_M, staged));
+    return launch(Kernels<T>().expand[staged], dim3(plan.expand_blocks), detail::kSmallMThreads,
+                  plan.smem_bytes, stream, args, blocks);
   }
 }
 
@@ -80,14 +79,12 @@ int32_t load_sharded() {
 
 extern "C" int32_t aril_sharded_shrink(const aril_sharded_args* args, void* stream) {
   ARIL_CHECK(aril::are_set(args->x) && aril::are_set(args->v));
-  return aril::dispatch(args->dtype, [&](auto element) {
-    return aril::shrink<decltype(element)>(*args, stream);
-  });
+  return aril::dispatch(
+      args->dtype, [&](auto element) { return aril::shrink<decltype(element)>(*args, stream); });
 }
 
 extern "C" int32_t aril_sharded_expand(const aril_sharded_args* args, void* stream) {
   ARIL_CHECK(aril::are_set(args->v) && aril::are_set(args->y, args->num_slices));
-  return aril::dispatch(args->dtype, [&](auto element) {
-    return aril::expand<decltype(element)>(*args, stream);
-  });
+  return aril::dispatch(
+      args->dtype, [&](auto element) { return aril::expand<decltype(element)>(*args, stream); });
 }

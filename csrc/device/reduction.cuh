@@ -37,7 +37,8 @@ struct KTiles {
 
 __host__ __device__ __forceinline__ int num_splits(const aril_linear_args& p) {
   const int num_k_tiles = ceil_div(p.in_features, ARIL_K_TILE);
-  return p.k_tiles_per_split < num_k_tiles ? ceil_div(num_k_tiles, p.k_tiles_per_split) : 1;
+  return p.plan.k_tiles_per_split < num_k_tiles ? ceil_div(num_k_tiles, p.plan.k_tiles_per_split)
+                                                : 1;
 }
 
 // Strides of the partials [splits or slabs][rows][slices][ranks], in elements.
@@ -75,7 +76,7 @@ class PartialSums {
 
   __device__ __forceinline__ PartialSums(const aril_linear_args& p, int slice)
       : PartialSums(p.partials, PartialLayout(p), num_splits(p),
-                    p.k_tiles_per_split == ARIL_K_TILES_PER_SLAB, slice) {}
+                    p.plan.k_tiles_per_split == ARIL_K_TILES_PER_SLAB, slice) {}
 
   // Whether a row has no v, and y must stay as it is.
   __device__ __forceinline__ bool lacks(int) const { return false; }

@@ -13,7 +13,7 @@ namespace aril::detail {
 
 // Whether an operation works on wide tiles.
 __host__ __device__ __forceinline__ bool is_large_m(const aril_linear_args& p) {
-  return p.large_m != 0;
+  return p.plan.large_m != 0;
 }
 
 __host__ __device__ __forceinline__ bool is_large_m(const aril_embedding_args& p) {
@@ -49,12 +49,12 @@ struct TokenTile {
 
   template <typename Args>
   __device__ __forceinline__ TokenTile(const Args& p, int index)
-      : TokenTile(p.routing, is_large_m(p) ? p.routing.wide_tiles : p.routing.tiles, p.max_tiles,
-                  p.weights.num_slots, index) {}
+      : TokenTile(p.routing, is_large_m(p) ? p.routing.wide_tiles : p.routing.tiles,
+                  p.plan.max_tiles, p.weights.num_slots, index) {}
 
   // Of a fully sharded layer, which has no wide tiles.
   __device__ __forceinline__ TokenTile(const aril_sharded_args& p, int index)
-      : TokenTile(p.routing, p.routing.tiles, p.max_tiles, p.weights.num_slots, index) {}
+      : TokenTile(p.routing, p.routing.tiles, p.plan.max_tiles, p.weights.num_slots, index) {}
 
   // The tile's t-th token; -1 if there is none below `num_tokens`.
   __device__ __forceinline__ int token(int t, int num_tokens) const {
@@ -81,8 +81,9 @@ class TileRow {
   // Rows beyond the tile's tokens are read and discarded.
   template <typename Args>
   __device__ __forceinline__ TileRow(const Args& p, int tile_index)
-      : row_(p.routing.rows[(tile_index < p.max_tiles ? tile_index : 0) * ARIL_TOKENS_PER_TILE +
-                            threadIdx.x % ARIL_TOKENS_PER_TILE]) {}
+      : row_(
+            p.routing.rows[(tile_index < p.plan.max_tiles ? tile_index : 0) * ARIL_TOKENS_PER_TILE +
+                           threadIdx.x % ARIL_TOKENS_PER_TILE]) {}
 
   // The token; -1 if the tile has none there below `num_tokens`.
   __device__ __forceinline__ int token(const TokenTile& tile, int num_tokens) const {

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kSmallMThreads, kPath == EmbeddingPath::kLarge
   launch_dependents();
   const TokenTile tile(p, blockIdx.x / out_blocks);
   const aril_descriptor module = module_of(p.weights, tile.slot, 0);
-  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block);
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.plan.outs_per_block);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   const EmbeddingRows<T> rows(p, module);
   if constexpr (kPath == EmbeddingPath::kLargeM) {

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kF32Threads)
   const int slice = blockIdx.x % slices;
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   const int rank_tiles = ceil_div(module.rank, ARIL_RANK_TILE);
-  const KTiles k_tiles(p.in_features, p.k_tiles_per_split, blockIdx.y);
+  const KTiles k_tiles(p.in_features, p.plan.k_tiles_per_split, blockIdx.y);
   const PartialLayout layout(p);
   for (int t = 0; t < tile.count; ++t) {
     const int token = tile.token(t, p.num_tokens);

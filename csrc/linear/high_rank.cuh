@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
   launch_dependents();
   const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
-  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.plan.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   high_rank_expand<T>(tile, module, outs, p, shared, PartialSums(p, slice));

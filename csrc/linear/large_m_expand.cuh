@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kExpandThreads, kLargeMExpandBlocks<T>)
   launch_dependents();
   const TokenTile tile(p, blockIdx.x / out_blocks);
   int slice;
-  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.outs_per_block, slice);
+  const BlockOuts<T> outs(p, blockIdx.x % out_blocks, p.plan.outs_per_block, slice);
   const aril_descriptor module = module_of(p.weights, tile.slot, slice);
   if (!outs.begin(tile, module, p.num_tokens)) return;
   if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.expand_rows(module, p)(threadIdx.x);

@@ -322,8 +322,8 @@ __global__ void __launch_bounds__(shrink_threads<kRankTiles>, shrink_blocks<kRan
   large_m_shrink<T, kRankTiles>(
       static_cast<const T*>(p.x), p.x_stride, p.in_features,
       module_of_lane(p.weights, tile.slot, p.num_slices), blockIdx.x % rank_blocks * rank_tiles,
-      KTiles(p.in_features, p.k_tiles_per_split * splits_per_block, blockIdx.y),
-      p.k_tiles_per_split / ARIL_K_TILES_PER_SLAB, make_row,
+      KTiles(p.in_features, p.plan.k_tiles_per_split * splits_per_block, blockIdx.y),
+      p.plan.k_tiles_per_split / ARIL_K_TILES_PER_SLAB, make_row,
       p.partials + blockIdx.y * splits_per_block * layout.partial_stride, layout, stages_shared);
 }
 

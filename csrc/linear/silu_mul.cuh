@@ -79,7 +79,7 @@ __device__ __forceinline__ void plain_silu_mul(const aril_silu_mul_args& p, cons
   __shared__ int rows[ARIL_TOKENS_PER_TILE];  // -1: none
   __shared__ float scales[ARIL_TOKENS_PER_TILE];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int outs = min(p.layer.outs_per_block, p.layer.out_features[0] - first);
+  const int outs = min(p.layer.plan.outs_per_block, p.layer.out_features[0] - first);
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
   uint4* const operands = reinterpret_cast<uint4*>(shared);
   if (threadIdx.x < ARIL_TOKENS_PER_TILE) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kSmallMThreads, 2)
     return;
   }
   const GateUp gate_up(p.layer.weights, tile.slot);
-  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  const int first = blockIdx.x % out_blocks * p.layer.plan.outs_per_block;
   const auto v = [&] {
     if constexpr (kLargeM) {
       return PartialSums(p.layer, 0);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
     return;
   }
   const GateUp gate_up(p.layer.weights, tile.slot);
-  const int first = blockIdx.x % out_blocks * p.layer.outs_per_block;
+  const int first = blockIdx.x % out_blocks * p.layer.plan.outs_per_block;
   if (threadIdx.x < ARIL_WIDE_TILE) rows[threadIdx.x] = tile.token(threadIdx.x, p.layer.num_tokens);
   if (threadIdx.x == 0) {
     block_b[0] = gate_up.b(0, first);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kExpandThreads, 2)
   const int warpgroup = threadIdx.x / kWarpgroupThreads, warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int features = p.layer.out_features[0];
-  const int outs = min(p.layer.outs_per_block, features - first);
+  const int outs = min(p.layer.plan.outs_per_block, features - first);
   const int chunks = ceil_div(outs, kChunkOuts);
   const int steps = gate_up.steps(), gate_steps = gate_up.gate_steps();
   const int tile_bytes[2] = {gate_up.rank_tiles(0) * kBTileBytes,

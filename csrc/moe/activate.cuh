@@ -51,6 +51,7 @@ struct ActivateStage {
   float sums[2][kRows][ARIL_OUT_UNIT + 4];
   uint4 terms[kSteps][32];  // of v, for as many steps as there is room
 };
+static_assert(sizeof(ActivateStage) == ARIL_ACTIVATE_WARP_BYTES);
 
 // Adds a lane's deltas of both terms to eight adjacent outputs.
 __device__ __forceinline__ void add_terms(float* sums, const float (&deltas)[4][4]) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void activate_expand(const aril_experts_args& p, cons
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
       // y is loaded last. It is there already, unless the launch waits for it alone.
-      if (p.inputs_complete == 0) {
+      if (p.plan.inputs == ARIL_INPUTS_IN_FRONT) {
         const int t = lane % kRows, slice = lane / kRows;
         const int64_t row = __shfl_sync(0xffffffffu, lane_row, t * 4);
         if (t < tile.w && slice < p.num_slices) {
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(kExpertsThreads, kExpertsBlocks)
                                [&](const uint32_t& epoch, const auto& tiles, const WarpSharing&) {
                                  activate_expand<T>(p, grid, epoch, tiles, shared);
                                  if constexpr (kEachBlock) {
-                                   if (p.activation_blocks == 0) return;
+                                   if (p.plan.activation_blocks == 0) return;
                                    const int first = grid.first_shrink + grid.shrink_blocks;
                                    announce_end(p.mailbox, first, epoch);
                                  }

@@ -28,7 +28,7 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
     epoch = next_epoch(p.mailbox);
     // Beside the base operation in front, loads of the combine would wait behind those of weights
     // by the kernels behind it. They start when it has waited.
-    if (p.form != ARIL_COMBINE || p.inputs_complete == 0) launch_dependents();
+    if (p.form != ARIL_COMBINE || p.plan.inputs == ARIL_INPUTS_IN_FRONT) launch_dependents();
   }
   __syncthreads();
   const auto clear_stale = [&] { clear_stale_words(p.mailbox, p.mailbox_bytes, epoch); };
@@ -58,8 +58,8 @@ __device__ __forceinline__ void experts_block(const aril_experts_args& p, const 
   const bool finds_local = !kEachBlock && shrinks && grid.first_shrink > 0;
   const RouteTiles<kEachBlock> tiles(
       p, grid, epoch, has_routes,
-      finds_local ? reinterpret_cast<LocalTiles*>(shared + kExpertsShrinkBytes) : nullptr, shared,
-      kExpertsShrinkBytes);
+      finds_local ? reinterpret_cast<LocalTiles*>(shared + ARIL_EXPERTS_SHRINK_BYTES) : nullptr,
+      shared, ARIL_EXPERTS_SHRINK_BYTES);
   if constexpr (!std::is_invocable_v<Expand, uint32_t>) {
     if (!shrinks) return expand(epoch, tiles, sharing);
   }
@@ -78,8 +78,8 @@ class ExpandShare {
     constexpr int kMaxTimes = 8;
     const int first_block = grid.first_shrink + grid.shrink_blocks;
     const int warps = (gridDim.x - first_block) * kExpertsWarps;
-    const int at_once = warps / ceil_div(p.out_features, p.outs_per_block);
-    const int outs = p.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxTimes);
+    const int at_once = warps / ceil_div(p.out_features, p.plan.outs_per_block);
+    const int outs = p.plan.outs_per_block * min(max(ceil_div(last, at_once), 1), kMaxTimes);
     const int items = ceil_div(p.out_features, outs);  // of a tile
     const int index = (blockIdx.x - first_block) * kExpertsWarps + threadIdx.x / 32;
     stride = warps / items;

@@ -40,6 +40,7 @@ struct CombineStage {
   uint4 terms[kSteps][4];
   float sums[ARIL_OUT_UNIT];
 };
+static_assert(sizeof(CombineStage) == ARIL_COMBINE_WARP_BYTES);
 
 // The sum over all g of the values of lanes (g, q), in each of them.
 __device__ __forceinline__ float sum_of_rows(float value) {
@@ -205,7 +206,7 @@ __device__ __forceinline__ void combine_expand(const aril_experts_args& p, const
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) fetch(cores[k]);
         // y is loaded last. It is there already, unless the launch waits for it alone.
-        if (p.inputs_complete == 0) {
+        if (p.plan.inputs == ARIL_INPUTS_IN_FRONT) {
           if (!combines) {
             if (has_out) prefetch_l2(&target());
           } else if (lane < count && (here >> lane & 1)) {

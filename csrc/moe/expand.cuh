@@ -64,7 +64,7 @@ constexpr bool have_room_everywhere(int max_whole_rank_tiles) {
     const ExpandStages stages(max_whole_rank_tiles, rank, ARIL_OUT_TILE);
     if (kExpertsWarps * stages.of_warp > kBytes) return false;
   }
-  return kExpertsShrinkBytes <= kBytes;
+  return ARIL_EXPERTS_SHRINK_BYTES <= kBytes;
 }
 static_assert(have_room_everywhere(kWholeRankTiles<__nv_bfloat16>));
 static_assert(have_room_everywhere(kWholeRankTiles<__half>));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void experts_expand(const aril_experts_args& p, const
   const auto items_of = [&](int outs) { return p.num_slices * ceil_div(p.out_features, outs); };
   // With few tiles, warps take fewer outputs each.
   const bool are_few = int64_t{last} * items_of(ARIL_OUT_TILE) <= warps;
-  const int outs_per_warp = are_few ? ARIL_OUT_TILE : p.outs_per_block;
+  const int outs_per_warp = are_few ? ARIL_OUT_TILE : p.plan.outs_per_block;
   const int items = items_of(outs_per_warp), stride = warps / items;  // of a tile; of tiles
   if (index / items >= stride) return;
   int slice;

@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
   ExpandBarriers barriers(barriers_shared);
   wait_for_predecessors();
   if (!takes_large_m(p)) return;
-  const int items = p.num_slices * ceil_div(p.out_features, p.wide_outs_per_block);
+  const int items = p.num_slices * ceil_div(p.out_features, p.plan.wide_outs_per_block);
   // In shared memory, since registers are short. Tiles of tokens' routes come first.
   __shared__ int next, last, last_by_token;
   if (threadIdx.x == 0) {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kExpandThreads, experts_large_m_blocks<T>())
   int4 route_tile = WideRouteTile::load(p, max(next - last_by_token, 0) / items);
   while (next < last) {
     int slice;
-    const BlockOuts<T> outs(p, next % items, p.wide_outs_per_block, slice);
+    const BlockOuts<T> outs(p, next % items, p.plan.wide_outs_per_block, slice);
     aril_descriptor module;
     int count;
     if (kMayShare && next < last_by_token) {

@@ -15,16 +15,6 @@ constexpr int kExpertsThreads = 32 * kExpertsWarps;
 // A route without a row in matrices of routes, or without a group.
 constexpr int kNowhere = -1;
 
-// Whether every block of an operation sorts the routes for itself.
-__host__ __device__ __forceinline__ bool fit_each_block(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_EACH_BLOCK_ROUTES;
-}
-
-// Whether one block of the first operation sorts the routes for all. Otherwise aril_group does.
-__host__ __device__ __forceinline__ bool fit_one_block(int num_tokens, const aril_top_k& top_k) {
-  return num_tokens * top_k.top_k <= ARIL_ONE_BLOCK_ROUTES;
-}
-
 // The tokens of an operation on `num_tokens` that were routed to slots.
 __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int num_tokens) {
   return min(*routing.num_tokens, num_tokens);
@@ -33,7 +23,7 @@ __device__ __forceinline__ int routed_tokens(const aril_routing& routing, int nu
 // Waits for predecessors, unless x, the routes and the mailbox are complete without it. Then no
 // earlier wait has dropped stale lines of L1, so these are loaded past L1.
 __device__ __forceinline__ void wait_for_inputs(const aril_experts_args& p) {
-  if (p.inputs_complete == 0) wait_for_predecessors();
+  if (p.plan.inputs == ARIL_INPUTS_IN_FRONT) wait_for_predecessors();
 }
 
 // The id of the expert that a route goes to.

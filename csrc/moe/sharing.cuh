@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// What the slots of a batch have in common: the greatest rank, and whether a slot's experts all have
-// the same A, or the same B.
+// What the slots of a batch have in common: the greatest rank, and whether a slot's experts all
+// have the same A, or the same B.
 //
 // The rank sizes shrink, which the table's capacity would size for adapters that are not there. An
 // operation whose x has a row per token exploits a shared A (A x once per token, not per route);
@@ -32,7 +32,7 @@ class WarpSharing {
     if (!matters) return;
     tokens = routed_tokens(p.routing, p.num_tokens);
     tiles = *p.routing.tiles.count;
-    for (int i = threadIdx.x % 32; i < p.max_tiles; i += 32) {
+    for (int i = threadIdx.x % 32; i < p.plan.max_tiles; i += 32) {
       // Count and tile are loaded independently, so entries beyond the count are read.
       const int slot = p.routing.tiles.all[i].slot;
       if (i >= tiles || slot < 0 || slot >= p.weights.num_slots) continue;

@@ -30,7 +30,7 @@ constexpr int kShrinkSets = kExpertsWarps / ARIL_K_TILES_PER_SLAB;  // of warps 
 
 constexpr int kInputRowBytes = ARIL_K_TILE * 2 + 16;  // of x; padded so that 8 rows hit all banks
 constexpr int kInputStageBytes = ARIL_ROUTES_PER_TILE * kInputRowBytes;
-constexpr int kExpertsShrinkBytes = kExpertsWarps * 2 * kInputStageBytes;  // of shared memory
+static_assert(ARIL_EXPERTS_SHRINK_BYTES == kExpertsWarps * 2 * kInputStageBytes);
 
 // Synchronizes the warps of a set.
 __device__ __forceinline__ void sync_set(int set) {
@@ -150,7 +150,9 @@ __device__ __forceinline__ void experts_shrink(const aril_experts_args& p, const
 #pragma unroll
   for (int chain = 0; chain < kChains; ++chain) fetch_weights(source, chain);
   if constexpr (kBesideActivation) {
-    if (p.inputs_complete == 2) wait_for_activation(p.mailbox, p.activation_blocks, epoch);
+    if (p.plan.inputs == ARIL_INPUTS_ANNOUNCED) {
+      wait_for_activation(p.mailbox, p.plan.activation_blocks, epoch);
+    }
   }
   fetch_inputs(source, 0);
   int parity = 0;

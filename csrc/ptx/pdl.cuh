@@ -6,7 +6,7 @@
 // Rules.
 // - Before wait_for_predecessors() a kernel reads only the routing and the weights: no kernel of a
 //   step writes them, except the routing kernel. If the engine promises that all work before the
-//   kernel in front has completed (aril_experts_args.inputs_complete), an operation on experts also
+//   kernel in front has completed (aril_inputs), an operation on experts also
 //   reads x and the routes, past L1, and uses its mailbox. If the activation in front of that kernel
 //   may still run, x waits for what its blocks announce in the mailbox.
 // - Operations call launch_dependents() at once, so that several kernels have weights in flight,

@@ -190,6 +190,11 @@ mod tests {
     use std::{mem, ptr};
 
     use super::*;
+    use crate::{
+        DType,
+        model::{Experts, Linear, ModelSpec, Parallel, TpRank},
+        plan::{BatchBounds, Capacity, ExpertsBatch, ExpertsPlan, Inputs, LinearPlan, int, sharded_launch},
+    };
 
     /// Calls an operation without blocks on arguments that `set` sets; all others are zero. It needs no device to be refused.
     fn call<Args>(operation: Operation<Args>, set: impl Fn(&mut Args)) -> i32 {
@@ -209,22 +214,20 @@ mod tests {
         for null in 0..=3 {
             let [first, second, third] = [1, 2, 3].map(|operand| at(operand == null));
             let linear = |args: &mut ffi::aril_linear_args| {
-                (args.dtype, args.num_slices, args.k_tiles_per_split, args.x) = (dtype, 2, 1, first);
+                (args.dtype, args.num_slices, args.plan.k_tiles_per_split, args.x) = (dtype, 2, 1, first);
                 (args.y[0].first, args.y[1].first) = (second, third);
             };
-            let of_layer = |launch: &mut ffi::aril_linear_launch| linear(&mut launch.args);
             let is_refused = |has: &[i32], status| assert_eq!(status == ffi::ARIL_ERR_ARGUMENT, has.contains(&null));
-            is_refused(&[1, 2, 3], call(ffi::aril_linear, of_layer));
-            is_refused(&[1], call(ffi::aril_linear_shrink, of_layer));
-            is_refused(&[2, 3], call(ffi::aril_linear_expand, of_layer));
-            let silu_mul = |launch: &mut ffi::aril_silu_mul_launch| {
-                linear(&mut launch.args.layer);
-                launch.args.out = first;
+            is_refused(&[1, 2, 3], call(ffi::aril_linear, linear));
+            is_refused(&[1], call(ffi::aril_linear_shrink, linear));
+            is_refused(&[2, 3], call(ffi::aril_linear_expand, linear));
+            let silu_mul = |args: &mut ffi::aril_silu_mul_args| {
+                linear(&mut args.layer);
+                args.out = first;
             };
             is_refused(&[1, 2, 3], call(ffi::aril_silu_mul, silu_mul));
-            let embedding = |launch: &mut ffi::aril_embedding_launch| {
-                launch.args.dtype = dtype;
-                (launch.args.token_ids, launch.args.y) = (first.cast(), second);
+            let embedding = |args: &mut ffi::aril_embedding_args| {
+                (args.dtype, args.token_ids, args.y) = (dtype, first.cast(), second);
             };
             is_refused(&[1, 2], call(ffi::aril_embedding, embedding));
             let sharded = |args: &mut ffi::aril_sharded_args| {
@@ -240,8 +243,7 @@ mod tests {
                 (ffi::aril_experts_form::ARIL_ACTIVATE, &[1, 2, 3]),
                 (ffi::aril_experts_form::ARIL_COMBINE, &[1, 2, 3]),
             ] {
-                let experts = |launch: &mut ffi::aril_experts_launch| {
-                    let args = &mut launch.args;
+                let experts = |args: &mut ffi::aril_experts_args| {
                     (args.dtype, args.form) = (dtype, form.0.cast_signed());
                     (args.x, args.y, args.out, args.top_k.ids) = (first, second, third, at(false).cast());
                 };
@@ -256,10 +258,111 @@ mod tests {
         let refused = [
             call(ffi::aril_route, |args: &mut ffi::aril_route_args| args.num_tokens = 1),
             call(ffi::aril_group, |args: &mut ffi::aril_group_args| args.num_tokens = 1),
-            call(ffi::aril_experts, |launch: &mut ffi::aril_experts_launch| {
-                (launch.args.dtype, launch.args.x, launch.args.y) = (dtype, at(false), at(false));
+            call(ffi::aril_experts, |args: &mut ffi::aril_experts_args| {
+                (args.dtype, args.x, args.y) = (dtype, at(false), at(false));
             }),
         ];
         assert_eq!(refused, [ffi::ARIL_ERR_ARGUMENT; 3]);
+    }
+
+    /// Shared memory of every plan is what its kernels need: with a byte less, the launch is refused. Without blocks, it needs no device.
+    #[test]
+    fn plans_have_the_shared_memory_that_kernels_need() {
+        let address = ptr::without_provenance_mut::<c_void>(256);
+        let dtypes = [(DType::BF16, ffi::aril_dtype::ARIL_BF16), (DType::F16, ffi::aril_dtype::ARIL_F16)];
+        let ranks = [1, 8, 16, 17, 40, 64, 72, 128, 129, 200, 512];
+        let bounds = |num_tokens, table_rank| BatchBounds { num_tokens, small_tiles: 0, wide_tiles: 0, table_rank };
+        let is_needed = |what: &str, with: &dyn Fn(i32) -> i32| {
+            assert!(with(0) > 0, "{what} is refused: {}", with(0));
+            assert_eq!(with(-1), ffi::ARIL_ERR_ARGUMENT, "{what} may have less");
+        };
+        for ((dtype, ffi::aril_dtype(code)), rank) in dtypes.into_iter().flat_map(|d| ranks.map(|rank| (d, rank))) {
+            let (layer, experts) = described(dtype, rank);
+            let weights = |args: &mut ffi::aril_weights| args.max_rank = int(rank);
+            for num_tokens in [1, 9, 16, 200, 512, 513, 4096] {
+                let what = |operation| format!("{operation} of {num_tokens} tokens in {dtype} at rank {rank}");
+                let linear = |args: &mut ffi::aril_linear_args, plan| {
+                    (args.dtype, args.num_tokens, args.in_features) = (code.cast_signed(), int(num_tokens), 4096);
+                    (args.num_slices, args.out_features[0], args.out_features[1]) = (2, 4096, 4096);
+                    (args.x, args.plan, args.y[0].first, args.y[1].first) = (address, plan, address, address);
+                    weights(&mut args.weights);
+                };
+                let plan = layer.launch(bounds(num_tokens, rank));
+                let with = |shrink, expand| {
+                    let shrink_smem_bytes = plan.shrink_smem_bytes + shrink;
+                    let plan =
+                        ffi::aril_linear_plan { smem_bytes: plan.smem_bytes + expand, shrink_smem_bytes, ..plan };
+                    move |args: &mut ffi::aril_linear_args| linear(args, plan)
+                };
+                if plan.large_m == 0 {
+                    is_needed(&what("both"), &|less| call(ffi::aril_linear, with(0, less)));
+                } else {
+                    is_needed(&what("shrink"), &|less| call(ffi::aril_linear_shrink, with(less, 0)));
+                    let expands = |less: i32| call(ffi::aril_linear_expand, with(0, less));
+                    assert!(expands(0) > 0, "{}: more, for a second stage", what("expand"));
+                }
+                let plan = layer.silu_mul_launch(bounds(num_tokens, rank));
+                let silu_mul = |less: i32| {
+                    call(ffi::aril_silu_mul, |args: &mut ffi::aril_silu_mul_args| {
+                        linear(&mut args.layer, ffi::aril_linear_plan { smem_bytes: plan.smem_bytes + less, ..plan });
+                        args.out = address;
+                    })
+                };
+                assert!(
+                    silu_mul(0) > 0 && (plan.wide != 0 || silu_mul(-1) == ffi::ARIL_ERR_ARGUMENT),
+                    "{}",
+                    what("silu_mul")
+                );
+                let plan = sharded_launch([4096].into_iter(), rank, bounds(num_tokens, rank));
+                is_needed(&what("expand of a shard"), &|less| {
+                    call(ffi::aril_sharded_expand, |args: &mut ffi::aril_sharded_args| {
+                        (args.dtype, args.num_slices, args.num_outs[0]) = (code.cast_signed(), 1, 4096);
+                        (args.v, args.y[0].first) = (address.cast(), address);
+                        args.plan = ffi::aril_sharded_plan { smem_bytes: plan.smem_bytes + less, ..plan };
+                        weights(&mut args.weights);
+                    })
+                });
+                for form in [ffi::aril_experts_form::ARIL_ADD, ffi::aril_experts_form::ARIL_ACTIVATE] {
+                    let batch = ExpertsBatch {
+                        bounds: bounds(num_tokens, rank),
+                        top_k: 8,
+                        is_grouped: false,
+                        inputs: Inputs::InFront,
+                    };
+                    let plan = experts.gate_up().launch(form, batch);
+                    let with = |less: i32| {
+                        call(ffi::aril_experts, |args: &mut ffi::aril_experts_args| {
+                            (args.dtype, args.num_tokens) = (code.cast_signed(), int(num_tokens));
+                            (args.form, args.from_tokens) = (form.0.cast_signed(), 1);
+                            (args.x, args.y, args.out) = (address, address, address);
+                            (args.top_k.ids, args.top_k.top_k, args.top_k.num_experts) = (address.cast(), 8, 128);
+                            args.plan = ffi::aril_experts_plan {
+                                smem_bytes: plan.smem_bytes + less,
+                                groups_routes: 0,
+                                blocks: 0,
+                                shrink_blocks: 0,
+                                expand_blocks: 0,
+                                wide_shrink_blocks: 0,
+                                ..plan
+                            };
+                            weights(&mut args.weights);
+                        })
+                    };
+                    is_needed(&what("experts"), &with);
+                }
+            }
+        }
+    }
+
+    /// A layer of gate and up, and experts.
+    fn described(dtype: DType, rank: usize) -> (LinearPlan, ExpertsPlan) {
+        let mut spec = ModelSpec::new();
+        let gate_up = Linear::new("m", Parallel::Replicated, 4096).slice("gate", 4096).slice("up", 4096);
+        let layer = spec.linear(gate_up).expect("it is described once");
+        let experts = spec.experts(Experts::new("e", 128, 2048, 768).top_k(8)).expect("they are described once");
+        let model = spec.shard(TpRank::SINGLE).expect("one rank has all of it");
+        let capacity = Capacity::tokens(8192).slots(8).rank(rank);
+        let plan = LinearPlan::new(&model[layer], dtype, capacity).expect("kernels have it");
+        (plan, ExpertsPlan::new(&model[experts], dtype, capacity).expect("kernels have them"))
     }
 }

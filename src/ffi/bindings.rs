@@ -25,6 +25,10 @@ pub const ARIL_MAX_RANK_TILES: i32 = 8;
 pub const ARIL_MAX_WARPGROUPS: i32 = 3;
 pub const ARIL_STATIC_BYTES: i32 = 12288;
 pub const ARIL_MAILBOX_HEADER: i32 = 4224;
+pub const ARIL_EXPERTS_SHRINK_BYTES: i32 = 67584;
+pub const ARIL_ACTIVATE_WARP_BYTES: i32 = 4352;
+pub const ARIL_COMBINE_WARP_BYTES: i32 = 1664;
+pub const ARIL_LOCAL_TILES_BYTES: i32 = 10240;
 pub const ARIL_ACTIVATION_BLOCKS: i32 = 512;
 pub const ARIL_WORD_BYTES: i32 = 8;
 pub const ARIL_GROUP_WORDS: i32 = 4;
@@ -128,17 +132,30 @@ pub struct aril_outputs {
     pub stride: i64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_linear_args {
-    pub dtype: i32,
-    pub num_tokens: i32,
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
+pub struct aril_linear_plan {
     pub max_tiles: i32,
     pub large_m: i32,
     pub k_tiles_per_split: i32,
     pub splits_per_block: i32,
+    pub rank_tiles: i32,
+    pub warpgroups: i32,
+    pub shrink_smem_bytes: i32,
+    pub expand_blocks: i32,
     pub outs_per_block: i32,
+    pub smem_bytes: i32,
+    pub takes_turns: i32,
+    pub shrink_tiles: i32,
     pub few_tiles: i32,
     pub outs_per_block_of_few: i32,
+    pub wide: i32,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_linear_args {
+    pub dtype: i32,
+    pub num_tokens: i32,
+    pub plan: aril_linear_plan,
     pub overwrites: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -153,23 +170,19 @@ pub struct aril_linear_args {
     pub routing: aril_routing,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_linear_launch {
-    pub args: aril_linear_args,
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
+pub struct aril_sharded_plan {
+    pub max_tiles: i32,
+    pub shrink_blocks: i32,
     pub expand_blocks: i32,
     pub smem_bytes: i32,
-    pub takes_turns: i32,
-    pub shrink_tiles: i32,
-    pub rank_tiles: i32,
-    pub warpgroups: i32,
-    pub shrink_smem_bytes: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_sharded_args {
     pub dtype: i32,
     pub num_tokens: i32,
-    pub max_tiles: i32,
+    pub plan: aril_sharded_plan,
     pub tp_size: i32,
     pub tp_rank: i32,
     pub width: i32,
@@ -240,10 +253,11 @@ pub struct aril_stacked_silu_mul_args {
     pub out_stride: i64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
 pub struct aril_forward_ring {
     pub stage_boxes: i32,
     pub stages: i32,
+    pub first_stages: i32,
     pub stage_bytes: i32,
     pub inbox: i32,
     pub deltas: i32,
@@ -259,29 +273,31 @@ pub struct aril_forward_ring {
     pub v_ranks: i32,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_forward_map {
-    pub tensor_maps: [[u64; 16usize]; 8usize],
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
+pub struct aril_forward_plan {
     pub splits: i32,
     pub strips: i32,
     pub passes: i32,
+    pub clusters: i32,
     pub trigger_boxes: i32,
     pub rings: [aril_forward_ring; 3usize],
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct aril_forward_map {
+    pub tensor_maps: [[u64; 16usize]; 8usize],
+    pub plan: aril_forward_plan,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_base_weights {
     pub dtype: i32,
     pub in_features: i32,
-    pub splits: i32,
-    pub strips: i32,
-    pub passes: i32,
-    pub trigger_boxes: i32,
-    pub rings: [aril_forward_ring; 3usize],
     pub num_slices: i32,
     pub out_features: [i32; 8usize],
     pub slices: [*const ::core::ffi::c_void; 8usize],
     pub strides: [i64; 8usize],
+    pub plan: aril_forward_plan,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -312,10 +328,11 @@ pub struct aril_silu_mul_args {
     pub out_stride: i64,
 }
 #[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_silu_mul_launch {
-    pub args: aril_silu_mul_args,
-    pub wide: i32,
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
+pub struct aril_embedding_plan {
+    pub max_tiles: i32,
+    pub blocks: i32,
+    pub outs_per_block: i32,
     pub smem_bytes: i32,
 }
 #[repr(C)]
@@ -323,8 +340,7 @@ pub struct aril_silu_mul_launch {
 pub struct aril_embedding_args {
     pub dtype: i32,
     pub num_tokens: i32,
-    pub max_tiles: i32,
-    pub outs_per_block: i32,
+    pub plan: aril_embedding_plan,
     pub vocab: i32,
     pub hidden: i32,
     pub token_ids: *const i32,
@@ -332,12 +348,6 @@ pub struct aril_embedding_args {
     pub y_stride: i64,
     pub weights: aril_weights,
     pub routing: aril_routing,
-}
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_embedding_launch {
-    pub args: aril_embedding_args,
-    pub smem_bytes: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -403,23 +413,52 @@ impl aril_activation {
 #[repr(transparent)]
 #[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct aril_activation(pub ::core::ffi::c_uint);
+impl aril_grouped_by {
+    pub const ARIL_EACH_OPERATION: aril_grouped_by = aril_grouped_by(0);
+    pub const ARIL_FIRST_OPERATION: aril_grouped_by = aril_grouped_by(1);
+    pub const ARIL_GROUP_KERNEL: aril_grouped_by = aril_grouped_by(2);
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct aril_grouped_by(pub ::core::ffi::c_uint);
+impl aril_inputs {
+    pub const ARIL_INPUTS_IN_FRONT: aril_inputs = aril_inputs(0);
+    pub const ARIL_INPUTS_COMPLETE: aril_inputs = aril_inputs(1);
+    pub const ARIL_INPUTS_ANNOUNCED: aril_inputs = aril_inputs(2);
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct aril_inputs(pub ::core::ffi::c_uint);
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Default, Eq, PartialEq)]
+pub struct aril_experts_plan {
+    pub max_tiles: i32,
+    pub grouped_by: i32,
+    pub groups_routes: i32,
+    pub inputs: i32,
+    pub activation_blocks: i32,
+    pub blocks: i32,
+    pub shrink_blocks: i32,
+    pub expand_blocks: i32,
+    pub outs_per_block: i32,
+    pub smem_bytes: i32,
+    pub wide_shrink_blocks: i32,
+    pub rank_tiles: i32,
+    pub warpgroups: i32,
+    pub wide_shrink_smem_bytes: i32,
+    pub wide_expand_blocks: i32,
+    pub wide_outs_per_block: i32,
+    pub wide_expand_smem_bytes: i32,
+}
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct aril_experts_args {
     pub dtype: i32,
     pub num_tokens: i32,
-    pub max_tiles: i32,
-    pub shrink_blocks: i32,
-    pub expand_blocks: i32,
-    pub outs_per_block: i32,
-    pub wide_shrink_blocks: i32,
-    pub wide_expand_blocks: i32,
-    pub wide_outs_per_block: i32,
+    pub plan: aril_experts_plan,
     pub form: i32,
     pub weighted: i32,
     pub rows_weighted: i32,
-    pub groups_routes: i32,
-    pub inputs_complete: i32,
     pub from_tokens: i32,
     pub in_features: i32,
     pub num_slices: i32,
@@ -443,16 +482,6 @@ pub struct aril_experts_args {
     pub routing: aril_routing,
     pub top_k: aril_top_k,
     pub groups: aril_groups,
-    pub activation_blocks: i32,
-}
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct aril_experts_launch {
-    pub args: aril_experts_args,
-    pub rank_tiles: i32,
-    pub warpgroups: i32,
-    pub shrink_smem_bytes: i32,
-    pub expand_smem_bytes: i32,
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -496,19 +525,19 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_linear(
-        launch: *const aril_linear_launch,
+        args: *const aril_linear_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
 unsafe extern "C" {
     pub fn aril_linear_shrink(
-        launch: *const aril_linear_launch,
+        args: *const aril_linear_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
 unsafe extern "C" {
     pub fn aril_linear_expand(
-        launch: *const aril_linear_launch,
+        args: *const aril_linear_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
@@ -526,7 +555,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_silu_mul(
-        launch: *const aril_silu_mul_launch,
+        args: *const aril_silu_mul_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
@@ -562,7 +591,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_embedding(
-        launch: *const aril_embedding_launch,
+        args: *const aril_embedding_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }
@@ -574,7 +603,7 @@ unsafe extern "C" {
 }
 unsafe extern "C" {
     pub fn aril_experts(
-        launch: *const aril_experts_launch,
+        args: *const aril_experts_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

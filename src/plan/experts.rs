@@ -2,15 +2,9 @@
 
 use std::fmt;
 
-use super::{
-    Device, WorkspaceBytes,
-    capacity::{Capacity, RouteCapacity},
-    error::PlanError,
-    thresholds::{GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, is_staged},
-};
 #[cfg(any(feature = "cuda", test))]
 use super::{
-    shared_memory,
+    BatchBounds, int, shared_memory,
     thresholds::{
         OUT_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
         experts::{
@@ -20,7 +14,13 @@ use super::{
         linear::{LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, warpgroup_rank_tiles},
     },
 };
-#[cfg(feature = "cuda")]
+use super::{
+    Device, WorkspaceBytes,
+    capacity::{Capacity, RouteCapacity},
+    error::PlanError,
+    thresholds::{GroupedBy, K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, RANK_TILE, is_staged},
+};
+#[cfg(any(feature = "cuda", test))]
 use crate::ffi;
 use crate::{
     DType,
@@ -41,6 +41,7 @@ pub struct ExpertsPlan {
 /// Launch configurations of the operations on one projection.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ProjectionPlan {
+    dtype: DType,
     capacity: Capacity,
     device: Device,
     num_experts: usize,
@@ -52,47 +53,28 @@ pub struct ProjectionPlan {
     interleaved: bool,
 }
 
-/// How expand divides its work.
+/// What the launch of an operation on experts is sized by, beside the layer.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertsBatch {
+    pub(crate) bounds: BatchBounds,
+    /// Experts of a token.
+    pub(crate) top_k: usize,
+    /// Whether an operation before this one, or a kernel, has grouped the routes.
+    pub(crate) is_grouped: bool,
+    pub(crate) inputs: Inputs,
+}
+
+/// What has completed when an operation starts.
 #[cfg(any(feature = "cuda", test))]
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum ExpandBy {
-    /// By tile of routes and by range of outputs of one slice.
-    Slices,
-    /// By tile of routes and by range of outputs, which a warp computes for all slices.
-    Routes,
-    /// By token and by range of outputs.
-    Tokens,
-}
-
-/// Grid sizes of shrink and expand, and outputs per expand block (wide tiles) or warp (small tiles). All choices are bit-identical.
-#[cfg(any(feature = "cuda", test))]
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct GridSizes {
-    pub(crate) shrink: usize,
-    pub(crate) expand: usize,
-    pub(crate) outs: usize,
-}
-
-/// Launch configuration of one operation.
-#[cfg(any(feature = "cuda", test))]
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct ProjectionLaunch {
-    pub(crate) small: GridSizes,
-    /// Set if wide tiles are possible. The device chooses the tile size.
-    pub(crate) wide: Option<WideLaunch>,
-}
-
-/// The launches on wide tiles.
-#[cfg(any(feature = "cuda", test))]
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct WideLaunch {
-    pub(crate) grid: GridSizes,
-    /// Of a block of shrink: rank tiles of a warpgroup, and warpgroups.
-    pub(crate) rank_tiles: usize,
-    pub(crate) warpgroups: usize,
-    /// Shared memory of a block, in bytes.
-    pub(crate) shrink_bytes: usize,
-    pub(crate) expand_bytes: usize,
+pub(crate) enum Inputs {
+    /// Nothing: it waits for the work in front of it.
+    InFront,
+    /// All work but the base operation in front.
+    Complete,
+    /// All work but the base operation in front and the activation before that, so many blocks of which announce their ends.
+    Announced(i32),
 }
 
 impl ExpertsPlan {
@@ -109,6 +91,7 @@ impl ExpertsPlan {
         }
         RouteCapacity { max_tokens: capacity.max_tokens, top_k, num_experts }.checked()?;
         let projection = |site: &ProjectionSite, from_tokens| ProjectionPlan {
+            dtype,
             capacity,
             device: Device::H100,
             num_experts,
@@ -192,76 +175,102 @@ impl ProjectionPlan {
         !self.is_wide(num_routes)
     }
 
-    /// The launches for a batch of `num_tokens` tokens with `top_k` experts each, of adapters in a table of ranks up to `table_rank`, which
-    /// is at most the capacity's; of an operation that runs beside the base operation in front or not.
+    /// The launches of an operation on a batch. All choices are bit-identical.
     #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn launch(
-        &self,
-        (num_tokens, top_k, table_rank): (usize, usize, usize),
-        by: ExpandBy,
-        beside_base: bool,
-    ) -> ProjectionLaunch {
+    pub(crate) fn launch(&self, form: ffi::aril_experts_form, batch: ExpertsBatch) -> ffi::aril_experts_plan {
+        let ExpertsBatch { bounds: BatchBounds { num_tokens, small_tiles, table_rank, .. }, top_k, .. } = batch;
         let (num_routes, multiprocessors) = (num_tokens * top_k, self.device.multiprocessors);
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
-        let wide = (by == ExpandBy::Slices && self.is_wide(num_routes)).then(|| {
-            let tiles = self.max_tiles(WIDE_TILE, num_routes);
-            let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
-            let shrink_pieces = rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
-            let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
-            let grid = GridSizes {
-                shrink: ((tiles + of_tokens) * shrink_pieces).min(max_wide_shrink(multiprocessors)),
-                expand: (tiles * expand_pieces).min(max_wide_expand(multiprocessors)),
-                outs: WIDE_OUTS,
-            };
-            let all_rank_tiles = self.num_slices * table_rank.div_ceil(RANK_TILE);
-            let rank_tiles = warpgroup_rank_tiles(all_rank_tiles);
-            let most = LARGE_M_WARPGROUPS.min(all_rank_tiles.div_ceil(rank_tiles));
-            let (warpgroups, shrink_bytes) = shared_memory::wide_shrink(rank_tiles, most, self.device);
-            let expand_bytes = shared_memory::wide_expand(table_rank, self.device);
-            WideLaunch { grid, rank_tiles, warpgroups, shrink_bytes, expand_bytes }
-        });
         let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
         let of_tokens = if self.from_tokens {
             self.capacity.max_small_tiles(num_tokens) * (TOKENS_PER_TILE / ROUTES_PER_TILE)
         } else {
             0
         };
-        let shrink_pieces = rank_tiles * self.num_slabs();
-        let (expand_tiles, outs, slices) = match by {
-            ExpandBy::Slices => (tiles, self.outs_per_warp(table_rank), self.num_slices),
-            ExpandBy::Routes => (tiles, MIN_OUTS_PER_WARP, 1),
-            ExpandBy::Tokens => (num_tokens, MIN_OUTS_PER_WARP, 1),
+        // Expand divides its work by range of outputs, and by tile of routes and slice, by tile for all slices, or by token.
+        let by_tile_and_slice = form.0 < ffi::aril_experts_form::ARIL_ACTIVATE.0;
+        let (expand_tiles, outs, slices, warp_bytes) = match form {
+            ffi::aril_experts_form::ARIL_ACTIVATE => (tiles, MIN_OUTS_PER_WARP, 1, shared_memory::ACTIVATE_WARP),
+            _ if by_tile_and_slice => {
+                let outs = self.outs_per_warp(table_rank);
+                (tiles, outs, self.num_slices, shared_memory::expand_warp(self.dtype, table_rank, outs))
+            }
+            _ => (num_tokens, MIN_OUTS_PER_WARP, 1, shared_memory::COMBINE_WARP),
         };
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
+        let is_first = grouped_by == GroupedBy::FirstOperation;
         let max_small = max_blocks(grouped_by, multiprocessors);
-        let max_expand = if beside_base { max_blocks_beside_base(multiprocessors) } else { max_small };
+        let is_beside_base = batch.inputs != Inputs::InFront;
+        let max_expand = if is_beside_base { max_blocks_beside_base(multiprocessors) } else { max_small };
         // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
-        let max_shrink = max_small - usize::from(grouped_by == GroupedBy::FirstOperation);
+        let max_shrink = max_small - usize::from(is_first);
         // At least all pieces of one tile.
         let blocks = |tiles: usize, pieces: usize, at_once: usize, max: usize| {
             (tiles * pieces).div_ceil(at_once).min(max).max(pieces.div_ceil(at_once))
         };
-        let small = GridSizes {
-            shrink: blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES, max_shrink),
-            expand: blocks(expand_tiles, expand_pieces, EXPAND_PIECES, max_expand),
-            outs,
+        let expand_blocks = int(blocks(expand_tiles, expand_pieces, EXPAND_PIECES, max_expand));
+        let shrink_pieces = rank_tiles * self.num_slabs();
+        let shrink_blocks = int(blocks(tiles + of_tokens, shrink_pieces, SHRINK_PIECES, max_shrink));
+        let groups_routes = (is_first && !batch.is_grouped).into();
+        let announces = form == ffi::aril_experts_form::ARIL_ACTIVATE
+            && batch.inputs == Inputs::Complete
+            && self.dtype != DType::F32
+            && grouped_by == GroupedBy::EachOperation
+            && expand_blocks <= ffi::ARIL_ACTIVATION_BLOCKS;
+        let (inputs, activation_blocks) = match batch.inputs {
+            Inputs::InFront => (ffi::aril_inputs::ARIL_INPUTS_IN_FRONT, 0),
+            Inputs::Complete => (ffi::aril_inputs::ARIL_INPUTS_COMPLETE, if announces { expand_blocks } else { 0 }),
+            Inputs::Announced(blocks) => (ffi::aril_inputs::ARIL_INPUTS_ANNOUNCED, blocks),
         };
-        ProjectionLaunch { small, wide }
+        let launch = ffi::aril_experts_plan {
+            max_tiles: int(small_tiles),
+            grouped_by: grouped_by.code(),
+            groups_routes,
+            inputs: inputs.0.cast_signed(),
+            activation_blocks,
+            blocks: groups_routes + shrink_blocks + expand_blocks,
+            shrink_blocks,
+            expand_blocks,
+            outs_per_block: int(outs),
+            smem_bytes: int(shared_memory::route_tiles(warp_bytes, is_first.then_some((num_routes, self.num_experts)))),
+            ..ffi::aril_experts_plan::default()
+        };
+        if by_tile_and_slice && self.is_wide(num_routes) { self.with_wide_tiles(launch, batch) } else { launch }
     }
 
-    /// The thread blocks of expand that announce their ends, in an activation of so many routes; 0 if they do not.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn announced_blocks(num_routes: usize, grid: GridSizes) -> i32 {
-        let is_few = GroupedBy::of(num_routes) == GroupedBy::EachOperation;
-        i32::try_from(grid.expand).ok().filter(|&blocks| is_few && blocks <= ffi::ARIL_ACTIVATION_BLOCKS).unwrap_or(0)
+    /// The same launch and those on wide tiles. The device chooses the size.
+    #[cfg(any(feature = "cuda", test))]
+    fn with_wide_tiles(&self, launch: ffi::aril_experts_plan, batch: ExpertsBatch) -> ffi::aril_experts_plan {
+        let ExpertsBatch { bounds: BatchBounds { num_tokens, table_rank, .. }, top_k, .. } = batch;
+        let multiprocessors = self.device.multiprocessors;
+        let tiles = self.max_tiles(WIDE_TILE, num_tokens * top_k);
+        let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
+        let most_rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
+        let shrink_pieces = most_rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
+        let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
+        let all_rank_tiles = self.num_slices * table_rank.div_ceil(RANK_TILE);
+        let rank_tiles = warpgroup_rank_tiles(all_rank_tiles);
+        let most = LARGE_M_WARPGROUPS.min(all_rank_tiles.div_ceil(rank_tiles));
+        let (warpgroups, shrink_bytes) = shared_memory::wide_shrink(rank_tiles, most, self.device);
+        ffi::aril_experts_plan {
+            wide_shrink_blocks: int(((tiles + of_tokens) * shrink_pieces).min(max_wide_shrink(multiprocessors))),
+            rank_tiles: int(rank_tiles),
+            warpgroups: int(warpgroups),
+            wide_shrink_smem_bytes: int(shrink_bytes),
+            wide_expand_blocks: int((tiles * expand_pieces).min(max_wide_expand(multiprocessors))),
+            wide_outs_per_block: int(WIDE_OUTS),
+            wide_expand_smem_bytes: int(shared_memory::wide_expand(table_rank, self.device)),
+            ..launch
+        }
     }
 
     /// Outputs of one slice that a warp of expand computes.
     #[cfg(any(feature = "cuda", test))]
     fn outs_per_warp(&self, table_rank: usize) -> usize {
         let outs = outs_per_warp(self.capacity.max_rank);
-        let fit = shared_memory::warps_of_experts(table_rank, outs) <= shared_memory::of_block(self.device);
+        let warp_bytes = shared_memory::expand_warp(self.dtype, table_rank, outs);
+        let fit = shared_memory::route_tiles(warp_bytes, None) <= shared_memory::of_block(self.device);
         if fit { outs } else { OUT_TILE }
     }
 
@@ -302,11 +311,11 @@ impl fmt::Display for ExpertsPlan {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{ExpandBy, ExpertsPlan, GridSizes};
+    use super::{ExpertsBatch, ExpertsPlan, Inputs, ProjectionPlan};
     use crate::{
-        DType,
+        DType, ffi,
         model::{Experts, Halves, ModelSpec, TpRank},
-        plan::{Capacity, Device},
+        plan::{BatchBounds, Capacity, Device},
     };
 
     fn plan(experts: Experts, capacity: Capacity) -> ExpertsPlan {
@@ -340,17 +349,39 @@ mod tests {
         }
     }
 
-    /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
-    fn printed(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, by: ExpandBy) -> String {
-        printed_of(plan, (num_tokens, top_k), by, false)
+    const SLICES: ffi::aril_experts_form = ffi::aril_experts_form::ARIL_ADD;
+    const ROUTES: ffi::aril_experts_form = ffi::aril_experts_form::ARIL_ACTIVATE;
+    const TOKENS: ffi::aril_experts_form = ffi::aril_experts_form::ARIL_COMBINE;
+
+    fn launch(
+        plan: &ProjectionPlan,
+        (num_tokens, top_k, table_rank): (usize, usize, usize),
+        form: ffi::aril_experts_form,
+        inputs: Inputs,
+    ) -> ffi::aril_experts_plan {
+        let (small_tiles, wide_tiles) =
+            (plan.capacity.max_small_tiles(num_tokens), plan.capacity.max_wide_tiles(num_tokens));
+        let bounds = BatchBounds { num_tokens, small_tiles, wide_tiles, table_rank };
+        plan.launch(form, ExpertsBatch { bounds, top_k, is_grouped: false, inputs })
     }
 
-    fn printed_of(plan: &ExpertsPlan, (num_tokens, top_k): (usize, usize), by: ExpandBy, beside_base: bool) -> String {
-        let blocks = |GridSizes { shrink, expand, outs }: GridSizes| format!("{shrink} + {expand} of {outs}");
+    /// `shrink + expand blocks of outs` of small tiles, then of wide ones if there are.
+    fn printed(plan: &ExpertsPlan, num_tokens: usize, top_k: usize, form: ffi::aril_experts_form) -> String {
+        printed_of(plan, (num_tokens, top_k), form, Inputs::InFront)
+    }
+
+    fn printed_of(
+        plan: &ExpertsPlan,
+        (num_tokens, top_k): (usize, usize),
+        form: ffi::aril_experts_form,
+        inputs: Inputs,
+    ) -> String {
+        let blocks = |shrink: i32, expand: i32, outs: i32| format!("{shrink} + {expand} of {outs}");
         let projections = [plan.gate_up(), plan.down()].map(|projection| {
-            let launch = projection.launch((num_tokens, top_k, plan.capacity().max_rank), by, beside_base);
-            let wide = launch.wide.map(|wide| format!(" | {}", blocks(wide.grid))).unwrap_or_default();
-            blocks(launch.small) + &wide
+            let launch = launch(projection, (num_tokens, top_k, plan.capacity().max_rank), form, inputs);
+            let wide = blocks(launch.wide_shrink_blocks, launch.wide_expand_blocks, launch.wide_outs_per_block);
+            let wide = if launch.wide_shrink_blocks > 0 { format!(" | {wide}") } else { String::new() };
+            blocks(launch.shrink_blocks, launch.expand_blocks, launch.outs_per_block) + &wide
         });
         projections.join("; ")
     }
@@ -358,7 +389,6 @@ mod tests {
     /// The launches that the figures of the record are of: gate_up, then down.
     #[test]
     fn launches_are_those_that_were_measured() {
-        use ExpandBy::{Routes, Slices, Tokens};
         let qwen3 = |slots, rank| {
             plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(slots).rank(rank))
         };
@@ -366,36 +396,36 @@ mod tests {
         let gpt_oss = plan(gpt_oss, Capacity::tokens(4096).slots(8).rank(128));
         let small = plan(Experts::new("m", 2, 100, 70).top_k(2).ungated(), Capacity::tokens(4096).slots(2).rank(17));
         let launches = [
-            (printed(&qwen3(4, 16), 1, 8, Slices), "40 + 12 of 128; 8 + 16 of 128"),
-            (printed(&qwen3(4, 16), 1, 8, Routes), "40 + 24 of 32; 8 + 64 of 32"),
-            (printed(&qwen3(4, 16), 1, 8, Tokens), "40 + 3 of 32; 8 + 8 of 32"),
-            (printed(&qwen3(4, 17), 8, 8, Slices), "132 + 132 of 64; 96 + 132 of 64"),
-            (printed(&qwen3(4, 17), 9, 8, Slices), "263 + 216 of 64; 108 + 264 of 64"),
-            (printed(&qwen3(4, 16), 128, 8, Slices), "263 + 264 of 128; 263 + 264 of 128"),
+            (printed(&qwen3(4, 16), 1, 8, SLICES), "40 + 12 of 128; 8 + 16 of 128"),
+            (printed(&qwen3(4, 16), 1, 8, ROUTES), "40 + 24 of 32; 8 + 64 of 32"),
+            (printed(&qwen3(4, 16), 1, 8, TOKENS), "40 + 3 of 32; 8 + 8 of 32"),
+            (printed(&qwen3(4, 17), 8, 8, SLICES), "132 + 132 of 64; 96 + 132 of 64"),
+            (printed(&qwen3(4, 17), 9, 8, SLICES), "263 + 216 of 64; 108 + 264 of 64"),
+            (printed(&qwen3(4, 16), 128, 8, SLICES), "263 + 264 of 128; 263 + 264 of 128"),
             (
-                printed(&qwen3(4, 16), 129, 8, Slices),
+                printed(&qwen3(4, 16), 129, 8, SLICES),
                 "264 + 264 of 128 | 1056 + 1044 of 1024; 264 + 264 of 128 | 522 + 1044 of 1024",
             ),
-            (printed(&qwen3(1, 64), 129, 8, Routes), "264 + 264 of 32; 264 + 264 of 32"),
+            (printed(&qwen3(1, 64), 129, 8, ROUTES), "264 + 264 of 32; 264 + 264 of 32"),
             (
-                printed(&qwen3(1, 128), 4096, 8, Slices),
+                printed(&qwen3(1, 128), 4096, 8, SLICES),
                 "264 + 264 of 64 | 1056 + 1188 of 1024; 264 + 264 of 64 | 1056 + 1188 of 1024",
             ),
-            (printed(&qwen3(1, 129), 4096, 8, Slices), "264 + 264 of 64; 264 + 264 of 64"),
-            (printed_of(&qwen3(4, 16), (8, 8), Routes, false), "132 + 132 of 32; 64 + 132 of 32"),
-            (printed_of(&qwen3(4, 16), (8, 8), Routes, true), "132 + 192 of 32; 64 + 264 of 32"),
-            (printed(&gpt_oss, 16, 4, Tokens), "132 + 132 of 32; 132 + 132 of 32"),
-            (printed(&gpt_oss, 700, 4, Slices), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
-            (printed(&small, 3, 2, Slices), "18 + 2 of 64; 9 + 2 of 64"),
-            (printed(&small, 32, 2, Routes), "32 + 5 of 32; 20 + 7 of 32"),
-            (printed(&small, 33, 2, Slices), "32 + 4 of 64; 20 + 4 of 64"),
-            (printed(&small, 600, 2, Slices), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
-            (printed(&small, 5, 2, Tokens), "18 + 2 of 32; 9 + 3 of 32"),
+            (printed(&qwen3(1, 129), 4096, 8, SLICES), "264 + 264 of 64; 264 + 264 of 64"),
+            (printed_of(&qwen3(4, 16), (8, 8), ROUTES, Inputs::InFront), "132 + 132 of 32; 64 + 132 of 32"),
+            (printed_of(&qwen3(4, 16), (8, 8), ROUTES, Inputs::Complete), "132 + 192 of 32; 64 + 264 of 32"),
+            (printed(&gpt_oss, 16, 4, TOKENS), "132 + 132 of 32; 132 + 132 of 32"),
+            (printed(&gpt_oss, 700, 4, SLICES), "264 + 264 of 64; 264 + 264 of 64 | 1056 + 891 of 1024"),
+            (printed(&small, 3, 2, SLICES), "18 + 2 of 64; 9 + 2 of 64"),
+            (printed(&small, 32, 2, ROUTES), "32 + 5 of 32; 20 + 7 of 32"),
+            (printed(&small, 33, 2, SLICES), "32 + 4 of 64; 20 + 4 of 64"),
+            (printed(&small, 600, 2, SLICES), "264 + 39 of 64 | 36 + 24 of 1024; 233 + 39 of 64 | 24 + 24 of 1024"),
+            (printed(&small, 5, 2, TOKENS), "18 + 2 of 32; 9 + 3 of 32"),
         ];
         let smaller = qwen3(4, 16).on(Device { multiprocessors: 66, ..Device::H100 });
-        assert_eq!(printed(&smaller, 8, 8, Routes), "66 + 66 of 32; 64 + 66 of 32");
+        assert_eq!(printed(&smaller, 8, 8, ROUTES), "66 + 66 of 32; 64 + 66 of 32");
         assert_eq!(
-            printed(&smaller, 129, 8, Slices),
+            printed(&smaller, 129, 8, SLICES),
             "132 + 132 of 128 | 528 + 594 of 1024; 132 + 132 of 128 | 522 + 594 of 1024"
         );
         for (number, (printed, expected)) in launches.into_iter().enumerate() {
@@ -411,8 +441,8 @@ mod tests {
             let qwen3 = Experts::new("m", 128, 2048, 768).top_k(8);
             let plan = plan(qwen3, Capacity::tokens(4096).slots(4).rank(rank)).on(device);
             [plan.gate_up(), plan.down()].map(|plan| {
-                let wide = plan.launch((512, 8, rank), ExpandBy::Slices, false).wide.unwrap();
-                [wide.rank_tiles, wide.warpgroups, wide.shrink_bytes, wide.expand_bytes]
+                let plan = launch(plan, (512, 8, rank), SLICES, Inputs::InFront);
+                [plan.rank_tiles, plan.warpgroups, plan.wide_shrink_smem_bytes, plan.wide_expand_smem_bytes]
             })
         };
         let launches = [
@@ -436,10 +466,43 @@ mod tests {
             let qwen3 = Experts::new("m", 128, 2048, 768).top_k(8);
             let plan = plan(qwen3, Capacity::tokens(4096).slots(4).rank(rank));
             let plan = plan.on(Device { shared_bytes: kilobytes << 10, ..Device::H100 });
-            plan.down().launch((8, 8, rank), ExpandBy::Slices, false).small.outs
+            launch(plan.down(), (8, 8, rank), SLICES, Inputs::InFront).outs_per_block
         };
         assert_eq!([99, 107, 108, 227].map(|kilobytes| outs(16, kilobytes)), [64, 64, 128, 128]);
         assert_eq!([99, 227].map(|kilobytes| outs(8, kilobytes)), [128, 128]);
         assert_eq!(outs(17, 227), 64);
+    }
+
+    /// Shared memory of blocks on route tiles of Qwen3-30B-A3B at rank 16 and 64: what shrink needs, more where one block sorts the routes,
+    /// and by the kernel beyond.
+    #[test]
+    fn blocks_of_route_tiles_have_what_they_need() {
+        let bytes = |rank, tokens, form| {
+            let plan = plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(4).rank(rank));
+            [plan.gate_up(), plan.down()].map(|plan| launch(plan, (tokens, 8, rank), form, Inputs::InFront).smem_bytes)
+        };
+        for (rank, expand) in [(16, 98_304), (64, 77_824)] {
+            assert_eq!(bytes(rank, 8, SLICES), [expand; 2]);
+            assert_eq!(bytes(rank, 129, SLICES), [expand; 2]);
+            assert_eq!(bytes(rank, 8, ROUTES), [67_584; 2]);
+            assert_eq!(bytes(rank, 9, ROUTES), [77_824; 2]);
+            assert_eq!(bytes(rank, 129, TOKENS), [67_584; 2]);
+        }
+    }
+
+    /// An activation of few routes beside the base operation announces its ends, and the combine behind it waits for as many.
+    #[test]
+    fn only_activations_beside_the_base_announce_their_ends() {
+        let plan = plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(4).rank(16));
+        let blocks = |tokens, form, inputs| {
+            let plan = launch(plan.gate_up(), (tokens, 8, 16), form, inputs);
+            (plan.inputs, plan.activation_blocks, plan.groups_routes)
+        };
+        assert_eq!(blocks(8, ROUTES, Inputs::InFront), (0, 0, 0));
+        assert_eq!(blocks(8, ROUTES, Inputs::Complete), (1, 192, 0));
+        assert_eq!(blocks(9, ROUTES, Inputs::Complete), (1, 0, 1));
+        assert_eq!(blocks(8, TOKENS, Inputs::Complete), (1, 0, 0));
+        assert_eq!(blocks(8, TOKENS, Inputs::Announced(192)), (2, 192, 0));
+        assert_eq!(blocks(129, SLICES, Inputs::InFront), (0, 0, 0));
     }
 }

@@ -6,7 +6,7 @@ use super::{
     Device, WorkspaceBytes,
     capacity::{Capacity, limit},
     error::PlanError,
-    ring::{Grid, Ring},
+    ring::{self, Grid},
     thresholds::{
         MAX_FORWARD_TOKENS,
         forward::{
@@ -17,11 +17,15 @@ use super::{
 use crate::{
     DType,
     extent::product,
+    ffi,
     model::{LinearSite, SliceSite},
 };
 
-#[cfg(feature = "cuda")]
-use super::thresholds::forward::TRIGGER_BOXES;
+#[cfg(any(feature = "cuda", test))]
+use super::{
+    int,
+    thresholds::forward::{RINGS, TRIGGER_BOXES},
+};
 
 /// How a fused linear layer is launched: `y = x Wᵀ + bias + scaling · B (A x)`, of up to [`MAX_FORWARD_TOKENS`] tokens.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -34,7 +38,7 @@ pub struct ForwardPlan {
     strips: usize,
     passes: usize,
     /// For batches of up to 8, 16 and 32 tokens, as far as the capacity and the device go.
-    rings: Vec<Ring>,
+    rings: Vec<ffi::aril_forward_ring>,
 }
 
 /// Tokens of the smallest batches with a ring of their own.
@@ -93,7 +97,7 @@ impl ForwardPlan {
         for strips in (1..=strips_on(&self.out_features, self.splits, multiprocessors)).rev() {
             for passes in Grid::passes(strips) {
                 let grid = Grid { strips, passes, ..grid };
-                let mut ring = |tiles| Ring::new(&grid, tiles, shared_bytes).map_err(|bytes| needed = bytes);
+                let mut ring = |tiles| ring::ring(&grid, tiles, shared_bytes).map_err(|bytes| needed = bytes);
                 let rings: Vec<_> = sizes.clone().map_while(|tiles| ring(tiles).ok()).collect();
                 if !rings.is_empty() {
                     return Ok(Self { rings, strips, passes, ..self });
@@ -115,15 +119,30 @@ impl ForwardPlan {
         self.capacity.max_tokens.min(MAX_FORWARD_TOKENS).min(with_rings)
     }
 
-    /// How blocks divide their shared memory: for batches of up to 8, 16 and 32 tokens, as far as there are such.
+    /// How often a block polls for another one's sum before it computes the sum itself.
     #[cfg(feature = "cuda")]
-    pub(crate) fn rings(&self) -> &[Ring] {
-        &self.rings
+    pub(crate) const POLLS: usize = super::thresholds::forward::POLLS;
+
+    /// How the launch of the layer divides it.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn launch(&self) -> ffi::aril_forward_plan {
+        let mut rings = [ffi::aril_forward_ring::default(); RINGS];
+        for (to, ring) in rings.iter_mut().zip(&self.rings) {
+            *to = *ring;
+        }
+        ffi::aril_forward_plan {
+            splits: int(self.splits),
+            strips: int(self.strips),
+            passes: int(self.passes),
+            clusters: int(clusters(&self.out_features, self.strips)),
+            trigger_boxes: int(TRIGGER_BOXES),
+            rings,
+        }
     }
 
     /// The most shared memory of a thread block, in bytes.
     pub fn shared_bytes(&self) -> usize {
-        self.rings.iter().map(Ring::bytes).fold(0, usize::max)
+        self.rings.iter().map(ring::bytes).fold(0, usize::max)
     }
 
     /// The workspace that a batch of `num_tokens` needs.
@@ -152,22 +171,6 @@ impl ForwardPlan {
     pub(super) fn reads_input_once(&self) -> bool {
         self.splits == 2 && self.strips <= STRIPS
     }
-
-    /// Strips of W that a cluster of blocks has. The bits of the result do not depend on it.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn strips(&self) -> usize {
-        self.strips
-    }
-
-    /// Passes that a block takes its strips in. The bits of the result do not depend on it.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn passes(&self) -> usize {
-        self.passes
-    }
-
-    /// Boxes of features that a block has left to load when its dependents begin.
-    #[cfg(feature = "cuda")]
-    pub(crate) const TRIGGER_BOXES: usize = TRIGGER_BOXES;
 
     /// The bounds it was planned for.
     pub fn capacity(&self) -> Capacity {
@@ -248,7 +251,7 @@ mod tests {
     /// linear), and, with 227 KB, stages with 8 tokens, stages and their boxes with 32, and the most shared memory.
     #[test]
     fn batches_have_as_many_tokens_as_fit() {
-        type Layer = (usize, &'static [usize], [usize; 3], usize, [usize; 2], usize);
+        type Layer = (usize, &'static [usize], [usize; 3], i32, [i32; 2], usize);
         let layers: [Layer; 12] = [
             (1024, &[2048, 1024, 1024], [8, 32, 32], 4, [4, 2], 189_672),
             (2048, &[1024], [16, 32, 32], 8, [8, 2], 187_880),
@@ -324,7 +327,9 @@ mod tests {
                 let plan = on_h100.clone().on(device).expect("it fits");
                 assert_eq!(plan.splits, on_h100.splits);
                 assert!(plan.shared_bytes() <= kilobytes << 10);
-                format!("{} of {} in {}", plan.blocks(), plan.strips * STRIP_ROWS, plan.passes)
+                let launch = plan.launch();
+                assert_eq!(usize::try_from(launch.clusters * launch.splits), Ok(plan.blocks()));
+                format!("{} of {} in {}", plan.blocks(), plan.strips * STRIP_ROWS, launch.passes)
             });
             assert_eq!(plans.join(", "), expected, "{kilobytes} KB, {multiprocessors} multiprocessors");
         }

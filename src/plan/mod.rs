@@ -1,7 +1,8 @@
 //! Launch configurations, from shapes and upper bounds alone.
 //!
-//! Making a plan needs no device, and equal inputs give equal plans. Tile sizes come from `csrc/aril.h`, so that a plan always
-//! matches the kernels that it is for.
+//! Making a plan needs no device, and equal inputs give equal plans. The plan of a launch is a value of `csrc/aril.h` (`aril_linear_plan`
+//! and so on), which the `.cu` files check and launch. Tile sizes come from there, too, so that a plan always matches the kernels that it
+//! is for.
 
 mod capacity;
 mod error;
@@ -9,6 +10,8 @@ mod experts;
 mod forward;
 mod linear;
 mod ring;
+#[cfg(any(feature = "cuda", test))]
+mod sharded;
 #[cfg(any(feature = "cuda", test))]
 mod shared_memory;
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
@@ -28,9 +31,9 @@ pub use self::{
 };
 #[cfg(feature = "cuda")]
 pub(crate) use self::{
-    experts::{ExpandBy, WideLaunch},
-    linear::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns, stacked_rows},
-    ring::Ring,
+    experts::{ExpertsBatch, Inputs},
+    linear::{embedding_launch, stacked_rows},
+    sharded::sharded_launch,
     thresholds::GroupedBy,
 };
 use crate::extent::product;
@@ -64,6 +67,23 @@ impl Device {
     pub(super) fn sizable(self) -> Self {
         Self { multiprocessors: self.multiprocessors.clamp(1, 1 << 16), ..self }
     }
+}
+
+/// What the launches of a batch are sized by, beside the layer.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BatchBounds {
+    pub(crate) num_tokens: usize,
+    /// The most token tiles, and the most wide ones, that the routing can have.
+    pub(crate) small_tiles: usize,
+    pub(crate) wide_tiles: usize,
+    /// The highest rank of the table, which is at most the capacity's.
+    pub(crate) table_rank: usize,
+}
+
+/// A number of the C ABI. A launch refuses what is too large for it.
+pub(crate) fn int(value: usize) -> i32 {
+    i32::try_from(value).unwrap_or(i32::MAX)
 }
 
 /// Sizes of a workspace, in bytes.

@@ -3,10 +3,11 @@
 use super::{
     Device,
     thresholds::{
-        K_TILE, K_TILES_PER_SLAB, OUT_TILE, RANK_TILE, ROUTES_PER_TILE, STATIC_BYTES, TOKENS_PER_TILE, WARPS,
-        WIDE_TILE, is_staged, linear::LARGE_M_OUTS,
+        K_TILE, K_TILES_PER_SLAB, ONE_BLOCK_ROUTES, OUT_TILE, RANK_TILE, ROUTES_PER_TILE, STATIC_BYTES,
+        TOKENS_PER_TILE, WARPS, WIDE_TILE, forward::OUT_UNIT, is_staged, linear::LARGE_M_OUTS,
     },
 };
+use crate::{DType, ffi};
 
 /// Bytes of an element of a factor.
 const ELEM: usize = 2;
@@ -29,9 +30,39 @@ fn b(outs: usize, max_rank: usize) -> usize {
     outs * max_rank.next_multiple_of(RANK_TILE) * ELEM
 }
 
-/// Expand of small tiles of routes by warps of so many outputs each, at ranks that need one product: two stages of B and y.
-pub(super) fn warps_of_experts(max_rank: usize, outs: usize) -> usize {
-    WARPS * 2 * (b(outs, max_rank) + ROUTES_PER_TILE * outs * ELEM)
+/// A warp that expands tiles of routes within the activation, or by token within the combine.
+pub(super) const ACTIVATE_WARP: usize = ffi::ARIL_ACTIVATE_WARP_BYTES as usize;
+pub(super) const COMBINE_WARP: usize = ffi::ARIL_COMBINE_WARP_BYTES as usize;
+
+/// A warp that adds or writes so many outputs of tiles of routes: two stages of B and y, and the terms of v of steps that it does not keep in
+/// registers (`ExpandStages` of `csrc/moe/expand.cuh`).
+pub(super) fn expand_warp(dtype: DType, max_rank: usize, outs: usize) -> usize {
+    const MOST_RANK_TILES: usize = 6;
+    const UNIT: usize = OUT_UNIT * RANK_TILE * ELEM;
+    let rank_tiles = max_rank.div_ceil(RANK_TILE).min(MOST_RANK_TILES);
+    let most_whole = if dtype == DType::BF16 { 4 } else { 2 };
+    let whole = if rank_tiles <= most_whole { rank_tiles } else { 2 };
+    let units = outs / OUT_UNIT;
+    let stage = (units * whole).max(rank_tiles) * UNIT + units * ROUTES_PER_TILE * OUT_UNIT * ELEM;
+    let steps = rank_tiles.div_ceil(2) - usize::from(rank_tiles == whole);
+    2 * stage + steps * TERMS * ROUTES_PER_TILE * RANKS_PER_STEP * ELEM
+}
+
+/// A block on route tiles, whose warps expand with so much each. With so many routes of experts that the first operation groups, all
+/// operations ask for the memory of the sort, whether they sort or not: otherwise the multiprocessors would divide their memory anew
+/// between launches.
+pub(super) fn route_tiles(warp_bytes: usize, sorted: Option<(usize, usize)>) -> usize {
+    const SHRINK: usize = ffi::ARIL_EXPERTS_SHRINK_BYTES as usize;
+    const LOCAL_TILES: usize = ffi::ARIL_LOCAL_TILES_BYTES as usize;
+    const WARP: usize = 32;
+    let sort = |(num_routes, num_experts): (usize, usize)| {
+        // Of each group and round a counter and a beginning; of each route a key, the route, and where a tile begins.
+        let counted = (num_experts + 2) * num_routes.div_ceil(WARPS * WARP) * (size_of::<u64>() + size_of::<u16>());
+        let of_route = size_of::<u32>() + size_of::<ffi::aril_route_entry>() + size_of::<u16>();
+        counted.next_multiple_of(16) + ONE_BLOCK_ROUTES * of_route + size_of::<u16>()
+    };
+    let grouping = sorted.map_or(0, |sorted| sort(sorted).max(SHRINK + LOCAL_TILES));
+    SHRINK.max(WARPS * warp_bytes).max(grouping)
 }
 
 /// Shrink and expand of a small tile, of `num_tokens` tokens if they are few.

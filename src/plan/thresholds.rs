@@ -71,6 +71,16 @@ impl GroupedBy {
             Self::Kernel
         }
     }
+
+    /// The same in the C ABI.
+    pub(super) const fn code(self) -> i32 {
+        let ffi::aril_grouped_by(code) = match self {
+            Self::EachOperation => ffi::aril_grouped_by::ARIL_EACH_OPERATION,
+            Self::FirstOperation => ffi::aril_grouped_by::ARIL_FIRST_OPERATION,
+            Self::Kernel => ffi::aril_grouped_by::ARIL_GROUP_KERNEL,
+        };
+        code.cast_signed()
+    }
 }
 
 /// The largest number of routes in small tiles only.
@@ -250,8 +260,12 @@ pub(super) mod forward {
     pub(in crate::plan) const MAX_STAGES: usize = ffi::ARIL_FORWARD_STAGES as usize;
     /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 % slower with 8, 3 to 5 %
     /// with 32.)
-    #[cfg(feature = "cuda")]
     pub(in crate::plan) const TRIGGER_BOXES: usize = 16;
+    /// How often a block polls for another one's sum before it computes the sum itself. Takes about a millisecond.
+    #[cfg(feature = "cuda")]
+    pub(in crate::plan) const POLLS: usize = 1024;
+    /// Sizes of batches with a ring of their own.
+    pub(in crate::plan) const RINGS: usize = ffi::ARIL_FORWARD_RINGS as usize;
     pub(in crate::plan) const DELTA_WARPS: usize = ffi::ARIL_FORWARD_DELTA_WARPS as usize;
     pub(in crate::plan) const BATCH_BYTES: usize = ffi::ARIL_FORWARD_BATCH_BYTES as usize;
     pub(in crate::plan) const SEGMENT_TOKENS: usize = ffi::ARIL_SEGMENT_TOKENS as usize;

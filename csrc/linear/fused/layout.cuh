@@ -92,13 +92,6 @@ __host__ __device__ __forceinline__ constexpr bool requests_a_first(int token_ti
   return token_tiles == 1;
 }
 
-// Stages of the ring that are requested at once. A is found while they are copied. (H200,
-// decode steps of Qwen3-8B and 30B-A3B at 1 and 8 tokens: 0.1 to 1.3 % less with three quarters
-// than with all of them; with half, and with 16 tokens, more.)
-__host__ __device__ __forceinline__ constexpr int first_stages(int token_tiles, int stages) {
-  return requests_a_first(token_tiles) ? stages - stages / 4 : stages;
-}
-
 __host__ __device__ __forceinline__ constexpr int fused_warps(int pass_strips, int token_tiles) {
   return multiplier_warps(pass_strips, token_tiles) + kProducers + kDeltaWarps;
 }

@@ -185,5 +185,6 @@ class LocalTiles {
   uint16_t routes_[ARIL_ONE_BLOCK_ROUTES];
   uint2 tiles_[ARIL_ONE_BLOCK_ROUTES];  // slot; expert, where its routes begin, how many
 };
+static_assert(sizeof(LocalTiles) == ARIL_LOCAL_TILES_BYTES);
 
 }  // namespace aril::detail

@@ -10,7 +10,7 @@ use crate::{
     },
     ffi,
     model::{EmbeddingId, Model},
-    plan::{Capacity, EmbeddingLaunch, PlanError},
+    plan::{Capacity, PlanError, embedding_launch},
 };
 
 /// The LoRA operation of one embedding.
@@ -61,11 +61,11 @@ impl LoraEmbedding {
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
         let mut token_ids = token_ids.into();
-        let mut launch = self.launch(&step.raw(), token_ids.len(), y.shape())?;
+        let mut args = self.args(&step.raw(), token_ids.len(), y.shape())?;
         step.check([Some(("token_ids", &mut token_ids)), y.operand()])?.enqueue(|[token_ids, y], stream| {
-            (launch.args.token_ids, launch.args.y) = (token_ids as *const i32, y as *mut c_void);
+            (args.token_ids, args.y) = (token_ids as *const i32, y as *mut c_void);
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says.
-            unsafe { self.enqueue(&launch, stream) }
+            unsafe { self.enqueue(&args, stream) }
         })
     }
 
@@ -79,34 +79,27 @@ impl LoraEmbedding {
     /// # Safety
     /// As for [`LoraLinear::add_delta_raw`](super::LoraLinear::add_delta_raw), with `token_ids` in the place of `x`.
     pub unsafe fn add_delta_raw(&self, step: &raw::Step, token_ids: u64, y: raw::MatrixMut) -> Result<(), LaunchError> {
-        let mut launch = self.launch(step, step.batch.num_tokens, y)?;
-        launch.args.token_ids = token_ids as *const i32;
+        let mut args = self.args(step, step.batch.num_tokens, y)?;
+        args.token_ids = token_ids as *const i32;
         // SAFETY: the caller's obligations.
-        unsafe { self.enqueue(&launch, step.stream) }
+        unsafe { self.enqueue(&args, step.stream) }
     }
 
-    /// Checks the operands and returns the launch of the C ABI, without ids.
-    fn launch(
+    /// Checks the operands and returns the arguments of the C ABI, without ids.
+    fn args(
         &self,
         step: &raw::Step,
         num_ids: usize,
         raw::MatrixMut(y): raw::MatrixMut,
-    ) -> Result<ffi::aril_embedding_launch, LaunchError> {
+    ) -> Result<ffi::aril_embedding_args, LaunchError> {
         let raw::Step { table, batch, .. } = step;
         let contract::Embedding { site, dtype, capacity, .. } = &self.contract;
         self.contract.check(step.shape(), num_ids, y.shape("y")?)?;
         let (hidden, (y, y_stride)) = (site.hidden(), y.place());
-        let EmbeddingLaunch { outs, shared_bytes } = EmbeddingLaunch::new(
-            hidden,
-            *capacity,
-            self.kernels.device(),
-            (batch.num_tokens, batch.max_tiles, table.max_rank()),
-        );
-        let args = ffi::aril_embedding_args {
+        Ok(ffi::aril_embedding_args {
             dtype: dtype_code(*dtype),
             num_tokens: int(batch.num_tokens)?,
-            max_tiles: int(batch.max_tiles)?,
-            outs_per_block: int(outs)?,
+            plan: embedding_launch(hidden, *capacity, self.kernels.device(), step.bounds()),
             vocab: int(site.vocab())?,
             hidden: int(hidden)?,
             token_ids: std::ptr::null(),
@@ -114,12 +107,11 @@ impl LoraEmbedding {
             y_stride,
             weights: table.at(site.entry())?,
             routing: batch.routing,
-        };
-        Ok(ffi::aril_embedding_launch { args, smem_bytes: int(shared_bytes)? })
+        })
     }
 
-    unsafe fn enqueue(&self, launch: &ffi::aril_embedding_launch, stream: raw::Stream) -> Result<(), LaunchError> {
+    unsafe fn enqueue(&self, args: &ffi::aril_embedding_args, stream: raw::Stream) -> Result<(), LaunchError> {
         // SAFETY: the operands fit, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(ffi::aril_embedding, launch, launch.args.num_tokens, stream.as_raw()) }
+        unsafe { self.kernels.launch(ffi::aril_embedding, args, args.num_tokens, stream.as_raw()) }
     }
 }

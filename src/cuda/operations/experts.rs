@@ -14,7 +14,7 @@ use crate::{
     error::OperandError,
     ffi,
     model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
-    plan::{Capacity, ExpandBy, ExpertsPlan, PlanError, ProjectionPlan, WideLaunch},
+    plan::{Capacity, ExpertsPlan, PlanError},
     routing::WeightsOn,
 };
 
@@ -59,32 +59,14 @@ impl Form {
         if self.is_before_activation() { site.gate_up() } else { site.down() }
     }
 
-    /// Whether the kernel can wait for the base operation in front after it has read `x`.
-    fn may_shrink_beside_base(self) -> bool {
-        matches!(self, Self::Activate(_)) || self.is_combine()
-    }
-
-    fn is_combine(self) -> bool {
-        matches!(self, Self::AddCombined | Self::Combine)
-    }
-
-    fn expand_by(self) -> ExpandBy {
+    fn code(self) -> ffi::aril_experts_form {
         match self {
-            Self::AddGateUp | Self::WriteGateUp | Self::AddDown | Self::WriteDown => ExpandBy::Slices,
-            Self::Activate(_) => ExpandBy::Routes,
-            Self::AddCombined | Self::Combine => ExpandBy::Tokens,
-        }
-    }
-
-    fn code(self) -> i32 {
-        let ffi::aril_experts_form(code) = match self {
             Self::AddGateUp | Self::AddDown => ffi::aril_experts_form::ARIL_ADD,
             Self::WriteGateUp | Self::WriteDown => ffi::aril_experts_form::ARIL_WRITE,
             Self::Activate(_) => ffi::aril_experts_form::ARIL_ACTIVATE,
             Self::AddCombined => ffi::aril_experts_form::ARIL_ADD_COMBINED,
             Self::Combine => ffi::aril_experts_form::ARIL_COMBINE,
-        };
-        code.cast_signed()
+        }
     }
 
     /// What is checked.
@@ -147,9 +129,9 @@ macro_rules! operation {
             raw::MatrixRef(x): raw::MatrixRef,
             raw::MatrixMut(y): raw::MatrixMut,
         ) -> Result<(), LaunchError> {
-            let launch = self.launch(step, routes, Form::$form, Matrices { x, y, out: None })?;
+            let args = self.args(step, routes, Form::$form, Matrices { x, y, out: None })?;
             // SAFETY: the caller's obligations.
-            unsafe { self.run(&launch, routes, step.stream) }
+            unsafe { self.run(&args, routes, step.stream) }
         }
     };
 }
@@ -274,9 +256,9 @@ impl LoraExperts {
         raw::MatrixMut(out): raw::MatrixMut,
         activation: Activation,
     ) -> Result<(), LaunchError> {
-        let launch = self.launch(step, routes, Form::Activate(activation), Matrices { x, y, out: Some(out) })?;
+        let args = self.args(step, routes, Form::Activate(activation), Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(&launch, routes, step.stream) }
+        unsafe { self.run(&args, routes, step.stream) }
     }
 
     #[doc = doc_of!(experts_combine)]
@@ -313,9 +295,9 @@ impl LoraExperts {
         raw::MatrixRef(y): raw::MatrixRef,
         raw::MatrixMut(out): raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let launch = self.launch(step, routes, Form::Combine, Matrices { x, y, out: Some(out) })?;
+        let args = self.args(step, routes, Form::Combine, Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(&launch, routes, step.stream) }
+        unsafe { self.run(&args, routes, step.stream) }
     }
 
     /// Enqueues an operation that reads `y`, and writes `out`.
@@ -341,32 +323,31 @@ impl LoraExperts {
         matrices: Matrices,
         operands: [Option<Operand<'_>>; 3],
     ) -> Result<(), LaunchError> {
-        let mut launch = self.launch(&step.raw(), &mut routes.raw, form, matrices)?;
+        let mut args = self.args(&step.raw(), &mut routes.raw, form, matrices)?;
         routes.check(step)?;
         let GroupedRoutes { raw: routes, top_k, .. } = routes;
         let [x, y, out] = operands.map(|operand| operand.map(|(name, memory)| (name, memory as &mut dyn Memory)));
         let [ids, weights, rows] = top_k.operands();
         // The routes have the addresses of the router's choice.
         step.check([x, y, out, ids, weights, rows])?.enqueue(|[x, y, out, ..], stream| {
-            let args = &mut launch.args;
             (args.x, args.y, args.out) = (x as *const c_void, y as *mut c_void, out as *mut c_void);
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The routes belong to the queue, too.
-            unsafe { self.run(&launch, routes, stream) }
+            unsafe { self.run(&args, routes, stream) }
         })
     }
 
-    /// Checks the operands and returns the launch of the C ABI. Behind a call, also a refused one, no activation is directly in front.
-    fn launch(
+    /// Checks the operands and returns the arguments of the C ABI.
+    fn args(
         &self,
         step: &raw::Step,
         routes: &mut raw::GroupedRoutes,
         form: Form,
         matrices: Matrices,
-    ) -> Result<ffi::aril_experts_launch, LaunchError> {
-        let in_front = routes.activation.take();
+    ) -> Result<ffi::aril_experts_args, LaunchError> {
         let raw::Step { table, workspace, .. } = step;
         let contract::Experts { site: experts, plan: of_layer, .. } = &self.contract;
-        let (num_tokens, top_k) = (routes.num_tokens(), routes.top_k.top_k.cast_unsigned() as usize);
+        let batch = routes.batch(form.code(), table.max_rank(), workspace.mailbox.ptr);
+        let (num_tokens, top_k) = (batch.bounds.num_tokens, batch.top_k);
         let Matrices { x, y, out } = matrices;
         self.contract.check(step.shape(), [num_tokens, top_k], x.shape("x")?, form.with(matrices)?)?;
         if routes.top_k.num_experts != int(experts.held().len())? {
@@ -381,23 +362,6 @@ impl LoraExperts {
             _ => (0, 0.0, 0.0),
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
-        let mailbox = workspace.mailbox.ptr;
-        let announced = in_front.filter(|activation| activation.mailbox == mailbox);
-        let starts_early = routes.base_starts_early && form.is_combine();
-        let beside_base = match starts_early {
-            true => announced.is_some(),
-            false => routes.beside_base && form.may_shrink_beside_base(),
-        };
-        let launch = plan.launch((num_tokens, top_k, table.max_rank()), form.expand_by(), beside_base);
-        let activation_blocks = match form {
-            Form::Activate(_) if beside_base && of_layer.dtype() != DType::F32 => {
-                ProjectionPlan::announced_blocks(num_tokens * top_k, launch.small)
-            }
-            _ if starts_early => announced.map_or(0, |activation| activation.blocks),
-            _ => 0,
-        };
-        let WideLaunch { grid: wide, rank_tiles, warpgroups, shrink_bytes, expand_bytes } =
-            launch.wide.unwrap_or_default();
         let (_, step) = site.columns(0);
         let (_, up_slice) = experts.gate_and_up();
         let weighted = match form {
@@ -405,22 +369,13 @@ impl LoraExperts {
             _ if from_tokens => routes.weights_on == WeightsOn::Input,
             _ => routes.weights_on == WeightsOn::Rows,
         };
-        let args = ffi::aril_experts_args {
+        Ok(ffi::aril_experts_args {
             dtype: dtype_code(of_layer.dtype()),
             num_tokens: int(num_tokens)?,
-            max_tiles: int(routes.batch.max_small_tiles)?,
-            shrink_blocks: int(launch.small.shrink)?,
-            expand_blocks: int(launch.small.expand)?,
-            outs_per_block: int(launch.small.outs)?,
-            wide_shrink_blocks: int(wide.shrink)?,
-            wide_expand_blocks: int(wide.expand)?,
-            wide_outs_per_block: int(wide.outs)?,
-            form: form.code(),
+            plan: plan.launch(form.code(), batch),
+            form: form.code().0.cast_signed(),
             weighted: weighted.into(),
             rows_weighted: (routes.weights_on == WeightsOn::Rows).into(),
-            groups_routes: (!routes.grouped).into(),
-            inputs_complete: if starts_early && beside_base { 2 } else { beside_base.into() },
-            activation_blocks,
             from_tokens: from_tokens.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.num_slices())?,
@@ -437,38 +392,25 @@ impl LoraExperts {
             y_stride,
             out,
             out_stride,
-            mailbox: mailbox as *mut c_void,
+            mailbox: workspace.mailbox.ptr as *mut c_void,
             mailbox_bytes: workspace.mailbox.bytes as u64,
             partials: workspace.partials.ptr as *mut f32,
             weights: table.at(site.shared_entry())?,
             routing: routes.batch.routing,
             top_k: routes.top_k,
             groups: routes.groups,
-        };
-        Ok(ffi::aril_experts_launch {
-            args,
-            rank_tiles: int(rank_tiles)?,
-            warpgroups: int(warpgroups)?,
-            shrink_smem_bytes: int(shrink_bytes)?,
-            expand_smem_bytes: int(expand_bytes)?,
         })
     }
 
     unsafe fn run(
         &self,
-        launch: &ffi::aril_experts_launch,
+        args: &ffi::aril_experts_args,
         routes: &mut raw::GroupedRoutes,
         stream: raw::Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(ffi::aril_experts, launch, launch.args.num_tokens, stream.as_raw()) }?;
-        let args = &launch.args;
-        let announces = args.activation_blocks > 0 && args.inputs_complete == 1;
-        let activation = raw::Announced { mailbox: args.mailbox as u64, blocks: args.activation_blocks };
-        routes.activation = announces.then_some(activation);
-        routes.base_starts_early = false;
-        // Operations in f32 do not group routes.
-        routes.grouped |= self.plan().dtype() != DType::F32;
+        unsafe { self.kernels.launch(ffi::aril_experts, args, args.num_tokens, stream.as_raw()) }?;
+        routes.enqueued(args);
         Ok(())
     }
 }

@@ -12,7 +12,7 @@ use crate::{
     },
     ffi,
     model::{Collective, LinearId, MAX_SLICES, Model},
-    plan::{Capacity, PlanError},
+    plan::{Capacity, PlanError, sharded_launch},
 };
 
 /// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
@@ -172,13 +172,14 @@ impl FullyShardedLinear {
             Collective::AllGather => (tp.size(), tp.rank()),
             Collective::AllReduce => (1, 0),
         };
+        let width = exchange.width(table.max_rank());
         Ok(ffi::aril_sharded_args {
             dtype: dtype_code(*dtype),
             num_tokens: int(batch.num_tokens)?,
-            max_tiles: int(batch.max_small_tiles)?,
+            plan: sharded_launch(site.slices().iter().map(|slice| slice.delta_range().len()), width, step.bounds()),
             tp_size: int(tp_size)?,
             tp_rank: int(tp_rank)?,
-            width: int(exchange.width(table.max_rank()))?,
+            width: int(width)?,
             in_features: int(site.in_features())?,
             num_slices: int(site.slices().len())?,
             num_outs,

@@ -12,7 +12,7 @@ use crate::{
     },
     ffi,
     model::{LinearId, MAX_SLICES, Model, SliceSite},
-    plan::{Capacity, LinearLaunch, LinearPlan, PlanError, SiluMulLaunch, Turns},
+    plan::{Capacity, LinearPlan, PlanError},
 };
 
 /// The LoRA operations of one linear layer.
@@ -118,9 +118,9 @@ impl LoraLinear {
         x: raw::MatrixRef,
         y: impl IntoSlices<raw::MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let launch = self.launch(step, Some(x), Some(&y.into_slices().into()))?;
+        let args = self.args(step, Some(x), Some(&y.into_slices().into()))?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(ffi::aril_linear, &launch, step.stream) }
+        unsafe { self.run(ffi::aril_linear, &args, step.stream) }
     }
 
     #[doc = doc_of!(linear_write_delta)]
@@ -152,10 +152,10 @@ impl LoraLinear {
         x: raw::MatrixRef,
         y: impl IntoSlices<raw::MatrixMut>,
     ) -> Result<(), LaunchError> {
-        let mut launch = self.launch(step, Some(x), Some(&y.into_slices().into()))?;
-        launch.args.overwrites = 1;
+        let mut args = self.args(step, Some(x), Some(&y.into_slices().into()))?;
+        args.overwrites = 1;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(ffi::aril_linear, &launch, step.stream) }
+        unsafe { self.run(ffi::aril_linear, &args, step.stream) }
     }
 
     /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. Does not need `y`. What this
@@ -183,9 +183,9 @@ impl LoraLinear {
     /// # Safety
     /// As for `add_delta_raw`. Nothing else uses the workspace until [`expand_raw`](Self::expand_raw) has run.
     pub unsafe fn shrink_raw(&self, step: &raw::Step, x: raw::MatrixRef) -> Result<(), LaunchError> {
-        let launch = self.launch(step, Some(x), None)?;
+        let args = self.args(step, Some(x), None)?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(ffi::aril_linear_shrink, &launch, step.stream) }
+        unsafe { self.run(ffi::aril_linear_shrink, &args, step.stream) }
     }
 
     /// Enqueues the second half of [`add_delta_raw`](Self::add_delta_raw): `y[t] += scaling · B v`, with `v` from
@@ -197,9 +197,9 @@ impl LoraLinear {
     /// # Safety
     /// As for `add_delta_raw`. The `shrink_raw` is ordered before it.
     pub unsafe fn expand_raw(&self, step: &raw::Step, y: impl IntoSlices<raw::MatrixMut>) -> Result<(), LaunchError> {
-        let launch = self.launch(step, None, Some(&y.into_slices().into()))?;
+        let args = self.args(step, None, Some(&y.into_slices().into()))?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run(ffi::aril_linear_expand, &launch, step.stream) }
+        unsafe { self.run(ffi::aril_linear_expand, &args, step.stream) }
     }
 
     /// [`Shrunk::silu_mul`] on memory that the engine owns. Rows of tokens beyond the last update are unchanged.
@@ -217,9 +217,9 @@ impl LoraLinear {
         y: impl IntoSlices<raw::MatrixRef>,
         out: raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let launch = self.silu_mul_launch(step, &y.into_slices().into(), out)?;
+        let args = self.silu_mul_args(step, &y.into_slices().into(), out)?;
         // SAFETY: the caller's obligations.
-        unsafe { self.run_silu_mul(&launch, step.stream) }
+        unsafe { self.run_silu_mul(&args, step.stream) }
     }
 
     /// Enqueues `y[t] += scaling · B v[t]` for every token with an adapter, with the `v` that the base GEMM has computed. All other rows keep
@@ -345,15 +345,15 @@ impl LoraLinear {
 
     fn enqueue<T: Element>(
         &self,
-        operation: Operation<ffi::aril_linear_launch>,
+        operation: Operation<ffi::aril_linear_args>,
         kind: Kind,
         step: &mut Step<'_>,
         mut x: Option<Matrix<'_, T>>,
         mut y: Option<Slices<MatrixMut<'_, T>>>,
     ) -> Result<(), LaunchError> {
         let shapes = y.as_ref().map(Slices::<MatrixMut<'_, T>>::shapes);
-        let mut launch = self.launch(&step.raw(), x.as_ref().map(Matrix::shape), shapes.as_ref())?;
-        launch.args.overwrites = (kind == Kind::Writes).into();
+        let mut args = self.args(&step.raw(), x.as_ref().map(Matrix::shape), shapes.as_ref())?;
+        args.overwrites = (kind == Kind::Writes).into();
         let x = x.as_mut().and_then(Matrix::operand);
         let y = y.as_mut().map_or_else(Default::default, Slices::<MatrixMut<'_, T>>::operands);
         let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join([x], y))?;
@@ -361,105 +361,67 @@ impl LoraLinear {
             return Ok(());
         }
         operands.enqueue(|[x, y @ ..], stream| {
-            launch.args.x = x as *const c_void;
+            args.x = x as *const c_void;
             if let Some(shapes) = shapes {
-                launch.args.y = shapes.places_at(y, self.contract.site.slices());
+                args.y = shapes.places_at(y, self.contract.site.slices());
             }
             // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says.
-            unsafe { self.run(operation, &launch, stream) }
+            unsafe { self.run(operation, &args, stream) }
         })
     }
 
-    /// Checks the operands of `silu_mul` and returns the launch of the C ABI.
-    fn silu_mul_launch(
+    /// Checks the operands of `silu_mul` and returns the arguments of the C ABI.
+    fn silu_mul_args(
         &self,
         step: &raw::Step,
         y: &Slices<RawMatrix>,
         raw::MatrixMut(out): raw::MatrixMut,
-    ) -> Result<ffi::aril_silu_mul_launch, LaunchError> {
+    ) -> Result<ffi::aril_silu_mul_args, LaunchError> {
         self.contract.check_silu_mul(step.shape(), &y.shapes()?, out.shape("out")?)?;
         let (out, out_stride) = out.place();
-        let (tokens, tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
-        let SiluMulLaunch { outs, wide, shared_bytes } =
-            self.plan().silu_mul_launch(tokens, tiles, step.table.max_rank());
-        let layer = self.args(step, None, Some(y), outs)?;
-        let args = ffi::aril_silu_mul_args { layer, out, out_stride };
-        Ok(ffi::aril_silu_mul_launch { args, wide: wide.into(), smem_bytes: int(shared_bytes)? })
+        let layer = self.args_of(step, None, Some(y), self.plan().silu_mul_launch(step.bounds()))?;
+        Ok(ffi::aril_silu_mul_args { layer, out, out_stride })
     }
 
-    unsafe fn run_silu_mul(&self, launch: &ffi::aril_silu_mul_launch, stream: raw::Stream) -> Result<(), LaunchError> {
+    unsafe fn run_silu_mul(&self, args: &ffi::aril_silu_mul_args, stream: raw::Stream) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(ffi::aril_silu_mul, launch, launch.args.layer.num_tokens, stream.as_raw()) }
+        unsafe { self.kernels.launch(ffi::aril_silu_mul, args, args.layer.num_tokens, stream.as_raw()) }
     }
 
-    /// The most tiles of a batch, of the size that the layer works on.
-    fn max_tiles(&self, batch: &raw::RoutedBatch) -> usize {
-        if self.plan().is_large_m(batch.num_tokens) { batch.max_wide_tiles } else { batch.max_small_tiles }
-    }
-
-    /// Checks the operands and returns the launch of the C ABI. Shrink and expand ignore the operand that they lack.
-    fn launch(
+    /// Checks the operands and returns the arguments of the C ABI. Shrink and expand ignore the operand that they lack.
+    fn args(
         &self,
         step: &raw::Step,
         x: Option<raw::MatrixRef>,
         y: Option<&Slices<RawMatrix>>,
-    ) -> Result<ffi::aril_linear_launch, LaunchError> {
+    ) -> Result<ffi::aril_linear_args, LaunchError> {
         let x = x.map(|raw::MatrixRef(x)| x);
         let shapes = (x.map(|x| x.shape("x")).transpose()?, y.map(Slices::<RawMatrix>::shapes).transpose()?);
         self.contract.check(step.shape(), shapes.0, shapes.1.as_ref())?;
-        let (num_tokens, max_tiles) = (step.batch.num_tokens, self.max_tiles(&step.batch));
-        let launch = self.plan().launch(num_tokens, max_tiles, step.table.max_rank());
-        let LinearLaunch { outs, expand_blocks, shared_bytes, turns, wide_shrink } = launch;
-        let all_tiles = Turns { shrink_tiles: max_tiles, few_tiles: max_tiles, outs_of_few: outs };
-        let Turns { shrink_tiles, few_tiles, outs_of_few } = turns.unwrap_or(all_tiles);
-        let wide_shrink = wide_shrink.unwrap_or_default();
-        let args = ffi::aril_linear_args {
-            splits_per_block: int(wide_shrink.splits_per_block)?,
-            few_tiles: int(few_tiles)?,
-            outs_per_block_of_few: int(outs_of_few)?,
-            ..self.args(step, x, y, outs)?
-        };
-        Ok(ffi::aril_linear_launch {
-            args,
-            expand_blocks: int(expand_blocks)?,
-            smem_bytes: int(shared_bytes)?,
-            takes_turns: turns.is_some().into(),
-            shrink_tiles: int(shrink_tiles)?,
-            rank_tiles: int(wide_shrink.rank_tiles)?,
-            warpgroups: int(wide_shrink.warpgroups)?,
-            shrink_smem_bytes: int(wide_shrink.shared_bytes)?,
-        })
+        self.args_of(step, x, y, self.plan().launch(step.bounds()))
     }
 
-    /// The arguments of the C ABI, of operands that have been checked, with so many outputs of a slice per thread block.
-    fn args(
+    /// The arguments of the C ABI, of operands that have been checked.
+    fn args_of(
         &self,
         step: &raw::Step,
         x: Option<RawMatrix>,
         y: Option<&Slices<RawMatrix>>,
-        outs_per_block: usize,
+        launch: ffi::aril_linear_plan,
     ) -> Result<ffi::aril_linear_args, LaunchError> {
         let raw::Step { table, batch, workspace, .. } = step;
         let contract::Linear { site, plan, .. } = &self.contract;
-        let num_tokens = batch.num_tokens;
         let (x, x_stride) = x.map_or((std::ptr::null_mut(), 0), |x| x.place());
         let y = y.map_or(NO_OUTPUTS, |y| y.places(site.slices()));
-        workspace.check(plan.workspace_bytes_for(num_tokens))?;
-        let out_features = out_features(site.slices())?;
+        workspace.check(plan.workspace_bytes_for(batch.num_tokens))?;
         Ok(ffi::aril_linear_args {
             dtype: dtype_code(plan.dtype()),
-            num_tokens: int(num_tokens)?,
-            max_tiles: int(self.max_tiles(batch))?,
-            large_m: plan.is_large_m(num_tokens).into(),
-            k_tiles_per_split: int(plan.k_tiles_per_split(num_tokens))?,
-            splits_per_block: 0,
-            outs_per_block: int(outs_per_block)?,
-            few_tiles: 0,
-            outs_per_block_of_few: 0,
+            num_tokens: int(batch.num_tokens)?,
+            plan: launch,
             overwrites: 0,
             in_features: int(site.in_features())?,
             num_slices: int(site.slices().len())?,
-            out_features,
+            out_features: out_features(site.slices())?,
             x,
             x_stride,
             y,
@@ -473,12 +435,12 @@ impl LoraLinear {
 
     unsafe fn run(
         &self,
-        operation: Operation<ffi::aril_linear_launch>,
-        launch: &ffi::aril_linear_launch,
+        operation: Operation<ffi::aril_linear_args>,
+        args: &ffi::aril_linear_args,
         stream: raw::Stream,
     ) -> Result<(), LaunchError> {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
-        unsafe { self.kernels.launch(operation, launch, launch.args.num_tokens, stream.as_raw()) }
+        unsafe { self.kernels.launch(operation, args, args.num_tokens, stream.as_raw()) }
     }
 }
 
@@ -523,13 +485,13 @@ impl Shrunk<'_, '_> {
     ) -> Result<(), LaunchError> {
         let (Self { layer, step }, mut y) = (self, y.into_slices());
         let shapes = y.shapes();
-        let mut launch = layer.silu_mul_launch(&step.raw(), &shapes, out.shape())?;
+        let mut args = layer.silu_mul_args(&step.raw(), &shapes, out.shape())?;
         let operands: Checked<'_, '_, { 1 + MAX_SLICES }> = step.check(join(y.operands(), [out.operand_as("out")]))?;
         operands.enqueue(|[y @ .., out], stream| {
-            launch.args.layer.y = shapes.places_at(y, layer.contract.site.slices());
-            launch.args.out = out as *mut c_void;
+            args.layer.y = shapes.places_at(y, layer.contract.site.slices());
+            args.out = out as *mut c_void;
             // SAFETY: as in `enqueue`. The shrink is the last operation on the workspace, or the batch has no adapter.
-            unsafe { layer.run_silu_mul(&launch, stream) }
+            unsafe { layer.run_silu_mul(&args, stream) }
         })
     }
 }

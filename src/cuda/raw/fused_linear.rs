@@ -12,12 +12,8 @@ use crate::{
     error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, MAX_SLICES, Model},
-    plan::{Capacity, ForwardPlan, Ring},
+    plan::{Capacity, ForwardPlan},
 };
-
-const RINGS: usize = ffi::ARIL_FORWARD_RINGS as usize;
-/// How often a thread block polls for another one's sum before it computes the sum itself. Takes about a millisecond.
-const POLLS: i32 = 1024;
 
 /// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
 /// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0
@@ -66,31 +62,17 @@ impl FusedLinear {
             let (ptr, stride) = w.place();
             (ptrs[i], strides[i], out_features[i]) = (ptr.cast_const(), stride, int(slice.out_features())?);
         }
-        let mut rings = [ring_of(None)?; RINGS];
-        for (to, ring) in rings.iter_mut().zip(plan.rings()) {
-            *to = ring_of(Some(ring))?;
-        }
+        let plan = plan.launch();
         let weights = ffi::aril_base_weights {
             dtype: dtype_code(dtype),
             in_features: int(site.in_features())?,
-            splits: int(plan.splits())?,
-            strips: int(plan.strips())?,
-            passes: int(plan.passes())?,
-            trigger_boxes: int(ForwardPlan::TRIGGER_BOXES)?,
-            rings,
             num_slices: int(slices.len())?,
             out_features,
             slices: ptrs,
             strides,
+            plan,
         };
-        let mut map = ffi::aril_forward_map {
-            tensor_maps: [[0; 16]; MAX_SLICES],
-            splits: 0,
-            strips: 0,
-            passes: 0,
-            trigger_boxes: 0,
-            rings,
-        };
+        let mut map = ffi::aril_forward_map { tensor_maps: [[0; 16]; MAX_SLICES], plan };
         // SAFETY: both pointers are valid for the call. The call does not dereference the addresses of W.
         check(unsafe { ffi::aril_forward_maps(&raw const weights, &raw mut map) })?;
         Ok(Self { kernels: kernels.clone(), contract, out_features, map, bias: 0, withholds: false })
@@ -186,7 +168,7 @@ impl FusedLinear {
             dtype: dtype_code(plan.dtype()),
             num_tokens: int(num_tokens)?,
             accumulates: 0,
-            polls: if self.withholds { 0 } else { POLLS },
+            polls: if self.withholds { 0 } else { int(ForwardPlan::POLLS)? },
             withholds: self.withholds.into(),
             in_features: int(site.in_features())?,
             num_slices: int(site.slices().len())?,
@@ -211,26 +193,4 @@ impl FusedLinear {
         // SAFETY: the operands fit the plan, and the caller vouches for their memory.
         unsafe { self.kernels.launch(ffi::aril_linear_forward, args, args.num_tokens, stream.as_raw()) }
     }
-}
-
-/// A ring as the C ABI has it; none for batches that the plan has no ring for.
-fn ring_of(ring: Option<&Ring>) -> Result<ffi::aril_forward_ring, LaunchError> {
-    let of = |value: fn(&Ring) -> usize| int(ring.map_or(0, value));
-    Ok(ffi::aril_forward_ring {
-        stage_boxes: of(|ring| ring.stage_boxes)?,
-        stages: of(|ring| ring.stages)?,
-        stage_bytes: of(|ring| ring.stage_bytes)?,
-        inbox: of(|ring| ring.inbox)?,
-        deltas: of(|ring| ring.deltas)?,
-        handover: of(|ring| ring.v)?,
-        v: of(|ring| ring.v)?,
-        sums: of(|ring| ring.v)?,
-        a: of(|ring| ring.a)?,
-        batch: of(|ring| ring.batch)?,
-        modules: of(|ring| ring.modules)?,
-        total: of(|ring| ring.total)?,
-        delta_pitch: of(|ring| ring.delta_pitch)?,
-        v_pitch: of(|ring| ring.v_pitch)?,
-        v_ranks: of(|ring| ring.v_ranks)?,
-    })
 }

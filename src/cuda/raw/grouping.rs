@@ -1,14 +1,15 @@
 //! The grouping of routes, by addresses.
 
 use super::{
-    memory::{Arrays, DeviceRegion, Stream, int},
+    memory::{Arrays, DeviceRegion, Stream, dtype_code, int},
     routing::RoutedBatch,
 };
 use crate::{
+    DType,
     cuda::{Kernels, kernels::check},
     error::{LaunchError, OperandError},
     ffi,
-    plan::{GroupedBy, RouteCapacity},
+    plan::{ExpertsBatch, GroupedBy, Inputs, RouteCapacity},
     routing::WeightsOn,
 };
 
@@ -97,17 +98,16 @@ impl Grouping {
             // SAFETY: the memory is laid out for the capacity; the caller vouches for the rest.
             check(unsafe { ffi::aril_group(&args, stream.as_raw()) })?;
         }
-        let grouped = GroupedBy::of(batch.num_tokens * top_k.top_k) != GroupedBy::FirstOperation;
+        let is_grouped = GroupedBy::of(batch.num_tokens * top_k.top_k) != GroupedBy::FirstOperation;
         Ok(GroupedRoutes {
             batch,
             top_k: raw,
             weights_on: top_k.weights_on,
             factor: top_k.factor,
             groups: self.groups,
-            grouped,
+            is_grouped,
             beside_base: false,
-            activation: None,
-            base_starts_early: false,
+            last: Last::Other,
         })
     }
 }
@@ -124,20 +124,28 @@ pub struct GroupedRoutes {
     pub(in crate::cuda) factor: f32,
     pub(in crate::cuda) groups: ffi::aril_groups,
     /// Whether the routes are grouped already. If not, the next operation groups them.
-    pub(in crate::cuda) grouped: bool,
-    /// Whether shrink starts before the base operation in front has ended.
-    pub(in crate::cuda) beside_base: bool,
-    /// The last operation on the routes, if it announces the ends of its thread blocks.
-    pub(in crate::cuda) activation: Option<Announced>,
-    /// Whether the base operation in front of the combine starts what is behind it before it has waited for the activation.
-    pub(in crate::cuda) base_starts_early: bool,
+    is_grouped: bool,
+    /// Whether all work before the base operation in front of an operation has completed when that operation starts.
+    beside_base: bool,
+    last: Last,
 }
 
-/// An activation whose thread blocks of expand announce their ends in a mailbox.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in crate::cuda) struct Announced {
-    pub(in crate::cuda) mailbox: u64,
-    pub(in crate::cuda) blocks: i32,
+/// The last operation on some routes.
+#[derive(Clone, Copy, Debug)]
+enum Last {
+    /// An activation whose thread blocks of expand announce their ends in this mailbox: so many blocks.
+    Activation {
+        mailbox: u64,
+        blocks: i32,
+    },
+    /// The same, and the base operation behind it starts what is behind it before it has waited for the activation.
+    ActivationBeforeEarlyBase {
+        mailbox: u64,
+        blocks: i32,
+    },
+    /// Another, behind which the base operation does.
+    BeforeEarlyBase,
+    Other,
 }
 
 // SAFETY: it holds device addresses, which are plain data.
@@ -162,7 +170,7 @@ impl GroupedRoutes {
 
     /// As [`may_combine_beside_activation`](crate::cuda::GroupedRoutes::may_combine_beside_activation) of the safe API.
     pub const fn may_combine_beside_activation(&self) -> bool {
-        self.activation.is_some()
+        matches!(self.last, Last::Activation { .. })
     }
 
     /// As [`combine_beside_activation`](crate::cuda::GroupedRoutes::combine_beside_activation) of the safe API.
@@ -170,7 +178,46 @@ impl GroupedRoutes {
     /// # Safety
     /// As there.
     pub const unsafe fn combine_beside_activation(&mut self) {
-        self.base_starts_early = true;
+        self.last = match self.last {
+            Last::Activation { mailbox, blocks } => Last::ActivationBeforeEarlyBase { mailbox, blocks },
+            Last::ActivationBeforeEarlyBase { .. } => self.last,
+            Last::BeforeEarlyBase | Last::Other => Last::BeforeEarlyBase,
+        };
+    }
+
+    /// What the next operation is sized by, with this mailbox. Also a refused operation is the last one on the routes: no activation is
+    /// directly in front of the next. The base operation behind it starts as early as before.
+    pub(in crate::cuda) fn batch(
+        &mut self,
+        form: ffi::aril_experts_form,
+        table_rank: usize,
+        mailbox: u64,
+    ) -> ExpertsBatch {
+        let last = self.last;
+        self.last = match last {
+            Last::Activation { .. } | Last::Other => Last::Other,
+            Last::ActivationBeforeEarlyBase { .. } | Last::BeforeEarlyBase => Last::BeforeEarlyBase,
+        };
+        let inputs = match last {
+            _ if form.0 < ffi::aril_experts_form::ARIL_ACTIVATE.0 => Inputs::InFront,
+            Last::Activation { .. } | Last::Other if self.beside_base => Inputs::Complete,
+            _ if form == ffi::aril_experts_form::ARIL_ACTIVATE && self.beside_base => Inputs::Complete,
+            Last::ActivationBeforeEarlyBase { mailbox: announced, blocks } if announced == mailbox => {
+                Inputs::Announced(blocks)
+            }
+            _ => Inputs::InFront,
+        };
+        let top_k = self.top_k.top_k.cast_unsigned() as usize;
+        ExpertsBatch { bounds: self.batch.bounds(table_rank), top_k, is_grouped: self.is_grouped, inputs }
+    }
+
+    /// Takes note of an operation that has been enqueued.
+    pub(in crate::cuda) fn enqueued(&mut self, args: &ffi::aril_experts_args) {
+        let blocks = args.plan.activation_blocks;
+        let announces = blocks > 0 && args.form == ffi::aril_experts_form::ARIL_ACTIVATE.0.cast_signed();
+        self.last = if announces { Last::Activation { mailbox: args.mailbox as u64, blocks } } else { Last::Other };
+        // Operations in f32 do not group routes.
+        self.is_grouped |= args.dtype != dtype_code(DType::F32);
     }
 
     /// Tokens in the step.

@@ -23,6 +23,7 @@ mod routing;
 mod stack;
 mod step;
 
+pub(in crate::cuda) use self::memory::{NO_OUTPUTS, RawMatrix, dtype_code, int};
 pub use self::{
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping, TopK},
@@ -30,8 +31,4 @@ pub use self::{
     routing::{RoutedBatch, Routing},
     stack::Stack,
     step::{Descriptor, Factors, Step, Table, Workspace},
-};
-pub(in crate::cuda) use self::{
-    grouping::Announced,
-    memory::{NO_OUTPUTS, RawMatrix, dtype_code, int},
 };

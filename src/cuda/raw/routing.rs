@@ -7,7 +7,7 @@ use crate::{
     cuda::{Kernels, kernels::check, memory::Pinned},
     error::{LaunchError, OperandError},
     ffi,
-    plan::Capacity,
+    plan::{BatchBounds, Capacity},
 };
 
 /// The routing of a step in device memory of the engine, and the pinned buffers that batches are copied from.
@@ -212,7 +212,6 @@ impl Routing {
             routing: self.routing,
             num_tokens,
             num_slots: self.capacity.num_slots,
-            max_tiles: capacity.max_tiles(num_tokens),
             max_small_tiles: capacity.max_small_tiles(num_tokens),
             max_wide_tiles: capacity.max_wide_tiles(num_tokens),
         }
@@ -243,7 +242,6 @@ pub struct RoutedBatch {
     pub(in crate::cuda) routing: ffi::aril_routing,
     pub(in crate::cuda) num_tokens: usize,
     pub(in crate::cuda) num_slots: usize,
-    pub(in crate::cuda) max_tiles: usize,
     pub(in crate::cuda) max_small_tiles: usize,
     pub(in crate::cuda) max_wide_tiles: usize,
 }
@@ -257,6 +255,12 @@ impl RoutedBatch {
     /// Tokens in the batch.
     pub const fn num_tokens(&self) -> usize {
         self.num_tokens
+    }
+
+    /// What launches are sized by, with a table of up to this rank.
+    pub(in crate::cuda) const fn bounds(&self, table_rank: usize) -> BatchBounds {
+        let Self { num_tokens, max_small_tiles: small_tiles, max_wide_tiles: wide_tiles, .. } = *self;
+        BatchBounds { num_tokens, small_tiles, wide_tiles, table_rank }
     }
 
     /// Address of the tokens that have a slot, `i32`, sorted by slot and in any order within a slot. Their number is the last

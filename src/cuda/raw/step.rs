@@ -13,7 +13,7 @@ use crate::{
     error::{LaunchError, OperandError},
     ffi,
     model::{LinearId, Model, ModelId},
-    plan::WorkspaceBytes,
+    plan::{BatchBounds, WorkspaceBytes},
 };
 
 /// The factors of one module in device memory, for
@@ -214,6 +214,11 @@ impl Step {
     /// What the operations are checked against.
     pub(in crate::cuda) fn shape(&self) -> StepShape {
         self.table.step_shape(self.batch.num_tokens)
+    }
+
+    /// What launches are sized by.
+    pub(in crate::cuda) fn bounds(&self) -> BatchBounds {
+        self.batch.bounds(self.table.max_rank())
     }
 
     /// The batch.

@@ -2,11 +2,11 @@
 
 use super::{LinearPlan, b_bytes, likely_tiles, out_blocks, outs_per_block, small_outs, time_of_waves, wide_outs};
 use crate::{
-    DType,
+    DType, ffi,
     plan::{
-        Device,
+        BatchBounds, Device,
         capacity::Capacity,
-        shared_memory,
+        int, shared_memory,
         thresholds::{
             RANK_TILE, TOKENS_PER_TILE, is_small_m, is_staged,
             linear::{
@@ -17,111 +17,83 @@ use crate::{
     },
 };
 
-/// How the operations on a layer are launched. All choices are bit-identical.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct LinearLaunch {
-    /// Outputs of one slice per expand block.
-    pub(crate) outs: usize,
-    /// Blocks of expand.
-    pub(crate) expand_blocks: usize,
-    /// Shared memory of a block of expand, in bytes. Of shrink, too, if one launch computes both.
-    pub(crate) shared_bytes: usize,
-    /// Set if blocks of small tiles take turns.
-    pub(crate) turns: Option<Turns>,
-    /// Set if shrink has wide tiles.
-    pub(crate) wide_shrink: Option<WideShrink>,
-}
-
-/// How blocks take turns on small tiles.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Turns {
-    /// Tiles that have blocks of shrink.
-    pub(crate) shrink_tiles: usize,
-    /// The most tiles of a batch of few slots, and the outputs of one slice per expand block of such a batch.
-    pub(crate) few_tiles: usize,
-    pub(crate) outs_of_few: usize,
-}
-
-/// A block that shrinks wide tiles.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct WideShrink {
-    /// Rank tiles of a warpgroup.
-    pub(crate) rank_tiles: usize,
-    pub(crate) warpgroups: usize,
-    /// Splits that it reduces, one after the other.
-    pub(crate) splits_per_block: usize,
-    pub(crate) shared_bytes: usize,
-}
-
-/// How SiLU·mul of a layer of gate and up is launched. All choices are bit-identical.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct SiluMulLaunch {
-    /// Features of both slices per block.
-    pub(crate) outs: usize,
-    /// Whether the kernel is the one of many tokens.
-    pub(crate) wide: bool,
-    pub(crate) shared_bytes: usize,
-}
-
-/// How an operation on an embedding is launched. All choices are bit-identical.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct EmbeddingLaunch {
-    /// Outputs per block.
-    pub(crate) outs: usize,
-    pub(crate) shared_bytes: usize,
-}
-
 impl LinearPlan {
-    /// The launches for a batch of `num_tokens` tokens in up to `max_tiles` tiles, of adapters in a table of ranks up to `table_rank`,
-    /// which is at most the capacity's.
-    pub(crate) fn launch(&self, num_tokens: usize, max_tiles: usize, table_rank: usize) -> LinearLaunch {
-        let outs = self.outs_per_block(num_tokens, max_tiles);
-        let expand_blocks = max_tiles * out_blocks(&self.out_features, outs);
-        let launch = LinearLaunch { outs, expand_blocks, shared_bytes: 0, turns: None, wide_shrink: None };
+    /// The launches for a batch. All choices are bit-identical.
+    pub(crate) fn launch(&self, batch: BatchBounds) -> ffi::aril_linear_plan {
+        let BatchBounds { num_tokens, table_rank, .. } = batch;
+        let tiles = self.max_tiles(batch);
+        let outs = self.outs_per_block(num_tokens, tiles);
+        let launch = self.with_outs(batch, outs, &self.out_features);
         if self.dtype == DType::F32 {
             launch
         } else if self.is_large_m(num_tokens) {
-            let shared_bytes = wide_expand_bytes(outs, table_rank, self.device);
-            let wide_shrink = Some(self.wide_shrink(num_tokens, max_tiles, table_rank));
-            LinearLaunch { shared_bytes, wide_shrink, ..launch }
+            let smem_bytes = int(wide_expand_bytes(outs, table_rank, self.device));
+            self.with_wide_shrink(ffi::aril_linear_plan { smem_bytes, ..launch }, batch)
         } else {
-            let shared_bytes = shared_memory::small(num_tokens, table_rank, outs);
-            let launch = LinearLaunch { shared_bytes, ..launch };
-            self.in_turns(launch, num_tokens, max_tiles, table_rank).unwrap_or(launch)
+            let smem_bytes = int(shared_memory::small(num_tokens, table_rank, outs));
+            self.in_turns(ffi::aril_linear_plan { smem_bytes, ..launch }, outs, batch)
         }
     }
 
-    /// The same launch in turns, if it has too many blocks for all tiles at once.
-    fn in_turns(
-        &self,
-        launch: LinearLaunch,
-        num_tokens: usize,
-        max_tiles: usize,
-        table_rank: usize,
-    ) -> Option<LinearLaunch> {
+    /// The most tiles of a batch, of the size that the layer works on.
+    fn max_tiles(&self, batch: BatchBounds) -> usize {
+        if self.is_large_m(batch.num_tokens) { batch.wide_tiles } else { batch.small_tiles }
+    }
+
+    /// What all operations have, with so many outputs of a slice per block of expand, whose slices have so many.
+    fn with_outs(&self, batch: BatchBounds, outs: usize, out_features: &[usize]) -> ffi::aril_linear_plan {
+        let tiles = self.max_tiles(batch);
+        ffi::aril_linear_plan {
+            max_tiles: int(tiles),
+            large_m: self.is_large_m(batch.num_tokens).into(),
+            k_tiles_per_split: int(self.k_tiles_per_split(batch.num_tokens)),
+            expand_blocks: int(tiles * out_blocks(out_features, outs)),
+            outs_per_block: int(outs),
+            shrink_tiles: int(tiles),
+            few_tiles: int(tiles),
+            outs_per_block_of_few: int(outs),
+            ..ffi::aril_linear_plan::default()
+        }
+    }
+
+    /// The launch in turns, if it has too many blocks for all tiles at once.
+    fn in_turns(&self, launch: ffi::aril_linear_plan, outs: usize, batch: BatchBounds) -> ffi::aril_linear_plan {
+        let BatchBounds { num_tokens, small_tiles, table_rank, .. } = batch;
         let multiprocessors = self.device.multiprocessors;
-        let few_tiles = max_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES);
+        let few_tiles = small_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES);
         let shrink_blocks = self.rank_tiles_of(table_rank).div_ceil(SMALL_M_RANK_TILES) * self.num_slabs();
-        if few_tiles == max_tiles || max_tiles * shrink_blocks + launch.expand_blocks <= most_blocks(multiprocessors) {
-            return None;
+        let blocks = out_blocks(&self.out_features, outs);
+        if few_tiles == small_tiles || small_tiles * (shrink_blocks + blocks) <= most_blocks(multiprocessors) {
+            return launch;
         }
         // So many tiles have blocks, of which a tile has so many.
-        let tiles = |blocks: usize| few_tiles.max(turns_blocks(multiprocessors).div_ceil(blocks)).min(max_tiles);
+        let tiles = |blocks: usize| few_tiles.max(turns_blocks(multiprocessors).div_ceil(blocks)).min(small_tiles);
         let outs_of_few = self.outs_per_block(num_tokens, few_tiles);
-        let blocks = out_blocks(&self.out_features, launch.outs);
         let of_few = few_tiles * out_blocks(&self.out_features, outs_of_few);
-        let turns = Turns { shrink_tiles: tiles(shrink_blocks), few_tiles, outs_of_few };
-        Some(LinearLaunch { expand_blocks: of_few.max(tiles(blocks) * blocks), turns: Some(turns), ..launch })
+        ffi::aril_linear_plan {
+            takes_turns: 1,
+            shrink_tiles: int(tiles(shrink_blocks)),
+            expand_blocks: int(of_few.max(tiles(blocks) * blocks)),
+            few_tiles: int(few_tiles),
+            outs_per_block_of_few: int(outs_of_few),
+            ..launch
+        }
     }
 
-    fn wide_shrink(&self, num_tokens: usize, max_tiles: usize, table_rank: usize) -> WideShrink {
+    fn with_wide_shrink(&self, launch: ffi::aril_linear_plan, batch: BatchBounds) -> ffi::aril_linear_plan {
+        let BatchBounds { num_tokens, wide_tiles, table_rank, .. } = batch;
         let all_rank_tiles = self.rank_tiles_of(table_rank);
         let rank_tiles = warpgroup_rank_tiles(all_rank_tiles);
         let fits_slice = table_rank.div_ceil(RANK_TILE) <= rank_tiles;
         let most = if fits_slice { 1 } else { LARGE_M_WARPGROUPS.min(all_rank_tiles.div_ceil(rank_tiles)) };
         let (warpgroups, shared_bytes) = shared_memory::wide_shrink(rank_tiles, most, self.device);
-        let splits_per_block = self.splits_per_block(num_tokens, max_tiles);
-        WideShrink { rank_tiles, warpgroups, splits_per_block, shared_bytes }
+        ffi::aril_linear_plan {
+            splits_per_block: int(self.splits_per_block(num_tokens, wide_tiles)),
+            rank_tiles: int(rank_tiles),
+            warpgroups: int(warpgroups),
+            shrink_smem_bytes: int(shared_bytes),
+            ..launch
+        }
     }
 
     /// Splits that one shrink block of wide tiles reduces, one after the other.
@@ -149,40 +121,46 @@ impl LinearPlan {
         self.out_features.len() * rank.div_ceil(RANK_TILE)
     }
 
-    /// The launch that expands a layer of gate and up within its activation. Arguments as for [`launch`](Self::launch).
-    pub(crate) fn silu_mul_launch(&self, num_tokens: usize, max_tiles: usize, table_rank: usize) -> SiluMulLaunch {
+    /// The launch that expands a layer of gate and up within its activation. All choices are bit-identical.
+    pub(crate) fn silu_mul_launch(&self, batch: BatchBounds) -> ffi::aril_linear_plan {
+        let BatchBounds { num_tokens, table_rank, .. } = batch;
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
         let (is_large_m, multiprocessors) = (self.is_large_m(num_tokens), self.device.multiprocessors);
+        let tiles = self.max_tiles(batch);
         let outs = if is_large_m && is_staged(max_rank) {
-            wide_outs(features, (multiprocessors, RESIDENT_SILU_MUL), max_rank, num_tokens, max_tiles)
+            wide_outs(features, (multiprocessors, RESIDENT_SILU_MUL), max_rank, num_tokens, tiles)
         } else {
             let step = (LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank));
-            small_outs(features, step, max_tiles, multiprocessors)
+            small_outs(features, step, tiles, multiprocessors)
         };
         let wide = (is_large_m && is_staged(table_rank)).then(|| shared_memory::wide_silu_mul(table_rank, self.device));
-        match wide.flatten() {
-            Some(shared_bytes) => SiluMulLaunch { outs, wide: true, shared_bytes },
-            None => SiluMulLaunch { outs, wide: false, shared_bytes: 2 * shared_memory::in_place_expand(table_rank) },
-        }
+        let wide = wide.flatten();
+        let smem_bytes = int(wide.unwrap_or(2 * shared_memory::in_place_expand(table_rank)));
+        ffi::aril_linear_plan { smem_bytes, wide: wide.is_some().into(), ..self.with_outs(batch, outs, features) }
     }
 }
 
-impl EmbeddingLaunch {
-    /// For a batch of `num_tokens` tokens in up to `max_tiles` tiles, of an embedding of `hidden` outputs. `table_rank` as for
-    /// [`LinearPlan::launch`].
-    pub(crate) fn new(
-        hidden: usize,
-        capacity: Capacity,
-        device: Device,
-        (num_tokens, max_tiles, table_rank): (usize, usize, usize),
-    ) -> Self {
-        let wide_tokens = (!is_small_m(num_tokens)).then_some(num_tokens);
-        let outs = outs_per_block(&[hidden], capacity.max_rank, wide_tokens, max_tiles, device);
-        let shared_bytes = match wide_tokens {
-            Some(_) => wide_expand_bytes(outs, table_rank, device),
-            None => shared_memory::small_expand(table_rank, outs),
-        };
-        Self { outs, shared_bytes }
+/// The launch of an embedding of `hidden` outputs. All choices are bit-identical.
+pub(crate) fn embedding_launch(
+    hidden: usize,
+    capacity: Capacity,
+    device: Device,
+    batch: BatchBounds,
+) -> ffi::aril_embedding_plan {
+    let BatchBounds { num_tokens, small_tiles, wide_tiles, table_rank } = batch;
+    let is_wide = !is_small_m(num_tokens);
+    let tiles = if is_wide { wide_tiles } else { small_tiles };
+    let outs = outs_per_block(&[hidden], capacity.max_rank, is_wide.then_some(num_tokens), tiles, device);
+    let shared_bytes = if is_wide {
+        wide_expand_bytes(outs, table_rank, device)
+    } else {
+        shared_memory::small_expand(table_rank, outs)
+    };
+    ffi::aril_embedding_plan {
+        max_tiles: int(tiles),
+        blocks: int(tiles * hidden.div_ceil(outs)),
+        outs_per_block: int(outs),
+        smem_bytes: int(shared_bytes),
     }
 }
 
@@ -205,17 +183,24 @@ mod tests {
         LinearPlan { dtype, in_features, out_features: out_features.to_vec(), capacity, device: Device::H100 }
     }
 
+    /// In up to so many tiles of either size.
+    fn batch(num_tokens: usize, tiles: usize, table_rank: usize) -> BatchBounds {
+        BatchBounds { num_tokens, small_tiles: tiles, wide_tiles: tiles, table_rank }
+    }
+
     fn printed_of(plan: &LinearPlan, num_tokens: usize, max_tiles: usize) -> String {
-        let LinearLaunch { outs, expand_blocks, shared_bytes, turns, wide_shrink } =
-            plan.launch(num_tokens, max_tiles, plan.capacity.max_rank);
-        let turns = turns.map(|Turns { shrink_tiles, few_tiles, outs_of_few }| {
-            format!(", in turns: shrink of {shrink_tiles} tiles, {outs_of_few} outputs up to {few_tiles} tiles")
+        let launch = plan.launch(batch(num_tokens, max_tiles, plan.capacity.max_rank));
+        let turns = (launch.takes_turns != 0).then(|| {
+            let (few, outs) = (launch.few_tiles, launch.outs_per_block_of_few);
+            format!(", in turns: shrink of {} tiles, {outs} outputs up to {few} tiles", launch.shrink_tiles)
         });
-        let shrink = wide_shrink.map(|WideShrink { rank_tiles, warpgroups, splits_per_block, shared_bytes }| {
-            format!(", shrink {warpgroups} x {rank_tiles} rank tiles, {splits_per_block} splits, {shared_bytes} bytes")
+        let shrink = (launch.warpgroups > 0).then(|| {
+            let (rank_tiles, splits, bytes) = (launch.rank_tiles, launch.splits_per_block, launch.shrink_smem_bytes);
+            format!(", shrink {} x {rank_tiles} rank tiles, {splits} splits, {bytes} bytes", launch.warpgroups)
         });
         let [turns, shrink] = [turns, shrink].map(Option::unwrap_or_default);
-        format!("{max_tiles} tiles, {expand_blocks} of {outs}, {shared_bytes} bytes{turns}{shrink}")
+        let (tiles, blocks, outs) = (launch.max_tiles, launch.expand_blocks, launch.outs_per_block);
+        format!("{tiles} tiles, {blocks} of {outs}, {} bytes{turns}{shrink}", launch.smem_bytes)
     }
 
     fn printed(plan: &LinearPlan, num_tokens: usize) -> String {
@@ -343,31 +328,34 @@ mod tests {
             ),
         ]);
         let gate_up = |rank| plan(4096, &[4096, 4096], DType::BF16, 8, rank).on(little);
-        let launch = |rank| gate_up(rank).silu_mul_launch(2048, 40, rank);
-        assert_eq!(launch(16), SiluMulLaunch { outs: 640, wide: true, shared_bytes: 89_088 });
-        assert_eq!(launch(128), SiluMulLaunch { outs: 640, wide: false, shared_bytes: 16_384 });
+        let launch = |rank| {
+            let launch = gate_up(rank).silu_mul_launch(batch(2048, 40, rank));
+            (launch.outs_per_block, launch.smem_bytes, launch.wide)
+        };
+        assert_eq!(launch(16), (640, 89_088, 1));
+        assert_eq!(launch(128), (640, 16_384, 0));
     }
 
     #[test]
     fn launches_of_gate_up_and_embeddings_are_those_that_were_measured() {
         let gate_up = |rank| plan(4096, &[12_288, 12_288], DType::BF16, 8, rank);
         let silu_mul = |tokens, rank| {
-            let SiluMulLaunch { outs, wide, shared_bytes } =
-                gate_up(rank).silu_mul_launch(tokens, tokens.div_ceil(64) + 8, rank);
-            format!("{} of {outs}, {shared_bytes} bytes", if wide { "wide" } else { "plain" })
+            let launch = gate_up(rank).silu_mul_launch(batch(tokens, tokens.div_ceil(64) + 8, rank));
+            let kernel = if launch.wide != 0 { "wide" } else { "plain" };
+            format!("{kernel}, {} of {}, {} bytes", launch.expand_blocks, launch.outs_per_block, launch.smem_bytes)
         };
         check(&[
-            (silu_mul(64, 16), "plain of 256, 2048 bytes"),
-            (silu_mul(2048, 16), "wide of 1792, 98304 bytes"),
-            (silu_mul(2048, 64), "wide of 1792, 114688 bytes"),
-            (silu_mul(2048, 128), "wide of 1792, 220160 bytes"),
-            (silu_mul(2048, 200), "plain of 128, 26624 bytes"),
+            (silu_mul(64, 16), "plain, 432 of 256, 2048 bytes"),
+            (silu_mul(2048, 16), "wide, 280 of 1792, 98304 bytes"),
+            (silu_mul(2048, 64), "wide, 280 of 1792, 114688 bytes"),
+            (silu_mul(2048, 128), "wide, 280 of 1792, 220160 bytes"),
+            (silu_mul(2048, 200), "plain, 3840 of 128, 26624 bytes"),
         ]);
         let embedding = |tokens, rank| {
             let capacity = Capacity { max_tokens: 8192, num_slots: 8, max_rank: rank };
-            let EmbeddingLaunch { outs, shared_bytes } =
-                EmbeddingLaunch::new(4096, capacity, Device::H100, (tokens, capacity.max_tiles(tokens), rank));
-            format!("{outs}, {shared_bytes} bytes")
+            let batch = batch(tokens, capacity.max_tiles(tokens), rank);
+            let launch = embedding_launch(4096, capacity, Device::H100, batch);
+            format!("{}, {} bytes", launch.outs_per_block, launch.smem_bytes)
         };
         check(&[
             (embedding(512, 16), "512, 17408 bytes"),
@@ -381,10 +369,10 @@ mod tests {
     #[test]
     fn a_table_of_lower_ranks_needs_less() {
         let plan = plan(4096, &[4096], DType::BF16, 8, 128);
-        let of = |rank| plan.launch(2048, 40, rank);
-        let shrink = |rank: usize| of(rank).wide_shrink.map(|shrink| (shrink.rank_tiles, shrink.warpgroups));
-        assert_eq!([16, 32, 64, 128].map(shrink), [(2, 1), (4, 1), (8, 1), (8, 2)].map(Some));
-        assert!(of(16).shared_bytes < of(128).shared_bytes && of(16).outs == of(128).outs);
+        let of = |rank| plan.launch(batch(2048, 40, rank));
+        let shrink = |rank: usize| (of(rank).rank_tiles, of(rank).warpgroups);
+        assert_eq!([16, 32, 64, 128].map(shrink), [(2, 1), (4, 1), (8, 1), (8, 2)]);
+        assert!(of(16).smem_bytes < of(128).smem_bytes && of(16).outs_per_block == of(128).outs_per_block);
     }
 
     /// The batches of the GPU test `several_splits_of_a_block`.

@@ -6,7 +6,7 @@ use std::fmt;
 mod launch;
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::launch::{EmbeddingLaunch, LinearLaunch, SiluMulLaunch, Turns};
+pub(crate) use self::launch::embedding_launch;
 use super::{
     Device, WorkspaceBytes,
     capacity::Capacity,

@@ -2,6 +2,19 @@
 
 use std::{error::Error, fs, path::Path};
 
+use bindgen::callbacks::{DeriveInfo, ParseCallbacks};
+
+/// Plans are values, that can be compared and begun from zeros.
+#[derive(Debug)]
+struct Plans;
+
+impl ParseCallbacks for Plans {
+    fn add_derives(&self, info: &DeriveInfo<'_>) -> Vec<String> {
+        let is_plan = info.name.ends_with("_plan") || info.name.ends_with("_ring");
+        if is_plan { ["Default", "Eq", "PartialEq"].map(str::to_owned).to_vec() } else { Vec::new() }
+    }
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let header = root.join("csrc/aril.h");
@@ -13,6 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
         .use_core()
         .layout_tests(false)
+        .parse_callbacks(Box::new(Plans))
         .formatter(bindgen::Formatter::Prettyplease)
         .generate()?
         .to_string();
