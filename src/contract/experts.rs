@@ -16,29 +16,23 @@ pub(crate) struct Experts {
     pub(crate) plan: ExpertsPlan,
 }
 
-/// Where an operation is among the base operations, and its operands besides `x`.
+/// What an operation does with the deltas.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ExpertsForm {
-    /// Adds to or writes `y`, the output of gate-up.
-    GateUp {
-        y: Shape,
-    },
-    Activate {
-        y: Shape,
-        out: Shape,
-        activation: Activation,
-    },
-    /// Adds to or writes `y`, the output of down.
-    Down {
-        y: Shape,
-    },
-    AddCombined {
-        y: Shape,
-    },
-    Combine {
-        y: Shape,
-        out: Shape,
-    },
+    AddGateUp,
+    WriteGateUp,
+    Activate(Activation),
+    AddDown,
+    WriteDown,
+    AddCombined,
+    Combine,
+}
+
+impl ExpertsForm {
+    /// Whether the deltas are of gate-up, not of down.
+    pub(crate) fn is_before_activation(self) -> bool {
+        matches!(self, Self::AddGateUp | Self::WriteGateUp | Self::Activate(_))
+    }
 }
 
 impl Experts {
@@ -54,46 +48,33 @@ impl Experts {
         Ok(Self { model: model.id(), site, plan })
     }
 
-    /// With a router's choice of `top_k` experts for each of `num_tokens` tokens.
+    /// With a router's choice of `top_k` experts for each of `num_tokens` tokens. `out` is that of an operation that does not write `y`.
     pub(crate) fn check(
         &self,
         step: StepShape,
         [num_tokens, top_k]: [usize; 2],
-        x: Shape,
         form: ExpertsForm,
+        [x, y]: [Shape; 2],
+        out: Option<Shape>,
     ) -> Result<(), OperandError> {
         let (dtype, capacity) = (self.plan.dtype(), self.plan.capacity());
         step.check(self.model, dtype, capacity, capacity.max_tokens)?;
         check_tokens(num_tokens, step.num_tokens)?;
         OperandError::within("the routes of a token", top_k, self.plan.top_k())?;
         let (routes, gate_up, down) = (num_tokens * top_k, self.site.gate_up(), self.site.down());
-        let x = |rows, features| x.expect("x", dtype, rows, features);
-        match form {
-            ExpertsForm::GateUp { y } => {
-                x(num_tokens, gate_up.in_features())?;
-                y.expect("y", dtype, routes, gate_up.out_features())
-            }
-            ExpertsForm::Activate { y, out, activation } => {
-                if !self.site.allows(activation) {
-                    return Err(OperandError::Activation { activation });
-                }
-                x(num_tokens, gate_up.in_features())?;
-                y.expect("y", dtype, routes, gate_up.out_features())?;
-                out.expect("out", dtype, routes, down.in_features())
-            }
-            ExpertsForm::Down { y } => {
-                x(routes, down.in_features())?;
-                y.expect("y", dtype, routes, down.out_features())
-            }
-            ExpertsForm::AddCombined { y } => {
-                x(routes, down.in_features())?;
-                y.expect("y", dtype, num_tokens, down.out_features())
-            }
-            ExpertsForm::Combine { y, out } => {
-                x(routes, down.in_features())?;
-                y.expect("y", dtype, routes, down.out_features())?;
-                out.expect("out", dtype, num_tokens, down.out_features())
-            }
+        if let ExpertsForm::Activate(activation) = form
+            && !self.site.allows(activation)
+        {
+            return Err(OperandError::Activation { activation });
+        }
+        let (site, rows_of_x) = if form.is_before_activation() { (gate_up, num_tokens) } else { (down, routes) };
+        let rows_of_y = if matches!(form, ExpertsForm::AddCombined) { num_tokens } else { routes };
+        x.expect("x", dtype, rows_of_x, site.in_features())?;
+        y.expect("y", dtype, rows_of_y, site.out_features())?;
+        match (form, out) {
+            (ExpertsForm::Activate(_), Some(out)) => out.expect("out", dtype, routes, down.in_features()),
+            (_, Some(out)) => out.expect("out", dtype, num_tokens, down.out_features()),
+            (_, None) => Ok(()),
         }
     }
 }

@@ -7,7 +7,7 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use super::{Matrix, MatrixMut, Step, WeightTable, factors::Factors};
 use crate::{
     Element,
-    contract::{self, ExpertsForm},
+    contract::{self, ExpertsForm, Shape},
     error::OperandError,
     model::{Activation, ExpertsId, ProjectionSite},
     plan::{Device, ExpertsPlan, PlanError},
@@ -123,7 +123,7 @@ macro_rules! operation {
             x: Matrix<'_, T>,
             y: MatrixMut<'_, T>,
         ) -> Result<(), OperandError> {
-            self.check(step, top_k, x, ExpertsForm::$form { y: y.shape() })?;
+            self.check(step, top_k, ExpertsForm::$form, [x.shape(), y.shape()], None)?;
             self.add(&self.$deltas(step, top_k, x), y, $overwrites);
             Ok(())
         }
@@ -147,7 +147,7 @@ impl LoraExperts {
     }
 
     operation! {
-        GateUp, gate_up, false,
+        AddGateUp, gate_up, false,
         #[doc = doc_of!(experts_add_gate_up_delta)]
         ///
         /// # Errors
@@ -156,7 +156,7 @@ impl LoraExperts {
     }
 
     operation! {
-        GateUp, gate_up, true,
+        WriteGateUp, gate_up, true,
         #[doc = doc_of!(experts_write_gate_up_delta)]
         ///
         /// # Errors
@@ -165,7 +165,7 @@ impl LoraExperts {
     }
 
     operation! {
-        Down, down, false,
+        AddDown, down, false,
         #[doc = doc_of!(experts_add_down_delta)]
         ///
         /// # Errors
@@ -174,7 +174,7 @@ impl LoraExperts {
     }
 
     operation! {
-        Down, down, true,
+        WriteDown, down, true,
         #[doc = doc_of!(experts_write_down_delta)]
         ///
         /// # Errors
@@ -197,7 +197,7 @@ impl LoraExperts {
         mut out: MatrixMut<'_, T>,
         activation: Activation,
     ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::Activate { y: y.shape(), out: out.shape(), activation })?;
+        self.check(step, top_k, ExpertsForm::Activate(activation), [x.shape(), y.shape()], Some(out.shape()))?;
         let (deltas, site) = (self.gate_up(step, top_k, x), &self.contract.site);
         let (gate, up) = site.gate_and_up();
         let place = |slice| site.gate_up().columns(slice);
@@ -226,7 +226,7 @@ impl LoraExperts {
         x: Matrix<'_, T>,
         mut y: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::AddCombined { y: y.shape() })?;
+        self.check(step, top_k, ExpertsForm::AddCombined, [x.shape(), y.shape()], None)?;
         let deltas = self.down(step, top_k, x);
         y.for_rows(&|token, y| {
             let mut sums = vec![0.0; y.len()];
@@ -256,7 +256,7 @@ impl LoraExperts {
         y: Matrix<'_, T>,
         mut out: MatrixMut<'_, T>,
     ) -> Result<(), OperandError> {
-        self.check(step, top_k, x, ExpertsForm::Combine { y: y.shape(), out: out.shape() })?;
+        self.check(step, top_k, ExpertsForm::Combine, [x.shape(), y.shape()], Some(out.shape()))?;
         let deltas = self.down(step, top_k, x);
         out.for_rows(&|token, out| {
             let mut sums = vec![0.0; out.len()];
@@ -270,14 +270,15 @@ impl LoraExperts {
         Ok(())
     }
 
-    fn check<T: Element>(
+    fn check(
         &self,
         step: &Step<'_>,
         top_k: &TopK<'_>,
-        x: Matrix<'_, T>,
         form: ExpertsForm,
+        x_and_y: [Shape; 2],
+        out: Option<Shape>,
     ) -> Result<(), OperandError> {
-        self.contract.check(step.shape(), [top_k.num_tokens(), top_k.top_k()], x.shape(), form)
+        self.contract.check(step.shape(), [top_k.num_tokens(), top_k.top_k()], form, x_and_y, out)
     }
 
     fn gate_up<'a, T: Element>(&'a self, step: &'a Step<'_>, top_k: &'a TopK<'a>, x: Matrix<'a, T>) -> Deltas<'a, T> {

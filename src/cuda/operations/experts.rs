@@ -13,7 +13,7 @@ use crate::{
     },
     error::OperandError,
     ffi,
-    model::{Activation, ExpertsId, ExpertsSite, Model, ProjectionSite},
+    model::{Activation, ExpertsId, Model},
     plan::{Capacity, ExpertsPlan, PlanError},
     routing::WeightsOn,
 };
@@ -29,17 +29,6 @@ pub struct LoraExperts {
     contract: contract::Experts,
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Form {
-    AddGateUp,
-    WriteGateUp,
-    Activate(Activation),
-    AddDown,
-    WriteDown,
-    AddCombined,
-    Combine,
-}
-
 /// The matrices of an operation.
 #[derive(Clone, Copy, Debug)]
 struct Matrices {
@@ -49,37 +38,14 @@ struct Matrices {
     out: Option<RawMatrix>,
 }
 
-impl Form {
-    fn is_before_activation(self) -> bool {
-        matches!(self, Self::AddGateUp | Self::WriteGateUp | Self::Activate(_))
-    }
-
-    /// The projection whose deltas the operation computes.
-    fn projection(self, site: &ExpertsSite) -> &ProjectionSite {
-        if self.is_before_activation() { site.gate_up() } else { site.down() }
-    }
-
-    fn code(self) -> ffi::aril_experts_form {
-        match self {
-            Self::AddGateUp | Self::AddDown => ffi::aril_experts_form::ARIL_ADD,
-            Self::WriteGateUp | Self::WriteDown => ffi::aril_experts_form::ARIL_WRITE,
-            Self::Activate(_) => ffi::aril_experts_form::ARIL_ACTIVATE,
-            Self::AddCombined => ffi::aril_experts_form::ARIL_ADD_COMBINED,
-            Self::Combine => ffi::aril_experts_form::ARIL_COMBINE,
-        }
-    }
-
-    /// What is checked.
-    fn with(self, Matrices { y, out, .. }: Matrices) -> Result<ExpertsForm, OperandError> {
-        let y = y.shape("y")?;
-        let out = out.map_or(Ok(y), |out| out.shape("out"))?;
-        Ok(match self {
-            Self::AddGateUp | Self::WriteGateUp => ExpertsForm::GateUp { y },
-            Self::Activate(activation) => ExpertsForm::Activate { y, out, activation },
-            Self::AddDown | Self::WriteDown => ExpertsForm::Down { y },
-            Self::AddCombined => ExpertsForm::AddCombined { y },
-            Self::Combine => ExpertsForm::Combine { y, out },
-        })
+/// Converts a form.
+fn form_code(form: ExpertsForm) -> ffi::aril_experts_form {
+    match form {
+        ExpertsForm::AddGateUp | ExpertsForm::AddDown => ffi::aril_experts_form::ARIL_ADD,
+        ExpertsForm::WriteGateUp | ExpertsForm::WriteDown => ffi::aril_experts_form::ARIL_WRITE,
+        ExpertsForm::Activate(_) => ffi::aril_experts_form::ARIL_ACTIVATE,
+        ExpertsForm::AddCombined => ffi::aril_experts_form::ARIL_ADD_COMBINED,
+        ExpertsForm::Combine => ffi::aril_experts_form::ARIL_COMBINE,
     }
 }
 
@@ -108,7 +74,7 @@ macro_rules! operation {
         ) -> Result<(), LaunchError> {
             let (raw::MatrixRef(of_x), raw::MatrixMut(of_y)) = (x.shape(), y.shape());
             let matrices = Matrices { x: of_x, y: of_y, out: None };
-            self.enqueue(step, routes, Form::$form, matrices, [x.operand(), y.operand(), None])
+            self.enqueue(step, routes, ExpertsForm::$form, matrices, [x.operand(), y.operand(), None])
         }
 
         #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") on memory that the engine owns.")]
@@ -129,7 +95,7 @@ macro_rules! operation {
             raw::MatrixRef(x): raw::MatrixRef,
             raw::MatrixMut(y): raw::MatrixMut,
         ) -> Result<(), LaunchError> {
-            let args = self.args(step, routes, Form::$form, Matrices { x, y, out: None })?;
+            let args = self.args(step, routes, ExpertsForm::$form, Matrices { x, y, out: None })?;
             // SAFETY: the caller's obligations.
             unsafe { self.run(&args, routes, step.stream) }
         }
@@ -235,7 +201,7 @@ impl LoraExperts {
         out: MatrixMut<'_, T>,
         activation: Activation,
     ) -> Result<(), LaunchError> {
-        self.enqueue_to(step, routes, Form::Activate(activation), x, y, out)
+        self.enqueue_to(step, routes, ExpertsForm::Activate(activation), x, y, out)
     }
 
     /// [`activate`](Self::activate) on memory that the engine owns. Rows of other routes, and of tokens beyond the last update, are
@@ -256,7 +222,7 @@ impl LoraExperts {
         raw::MatrixMut(out): raw::MatrixMut,
         activation: Activation,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, routes, Form::Activate(activation), Matrices { x, y, out: Some(out) })?;
+        let args = self.args(step, routes, ExpertsForm::Activate(activation), Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
         unsafe { self.run(&args, routes, step.stream) }
     }
@@ -277,7 +243,7 @@ impl LoraExperts {
         y: Matrix<'_, T>,
         out: MatrixMut<'_, T>,
     ) -> Result<(), LaunchError> {
-        self.enqueue_to(step, routes, Form::Combine, x, y, out)
+        self.enqueue_to(step, routes, ExpertsForm::Combine, x, y, out)
     }
 
     /// [`combine`](Self::combine) on memory that the engine owns. Rows of tokens beyond the last update are unchanged.
@@ -295,7 +261,7 @@ impl LoraExperts {
         raw::MatrixRef(y): raw::MatrixRef,
         raw::MatrixMut(out): raw::MatrixMut,
     ) -> Result<(), LaunchError> {
-        let args = self.args(step, routes, Form::Combine, Matrices { x, y, out: Some(out) })?;
+        let args = self.args(step, routes, ExpertsForm::Combine, Matrices { x, y, out: Some(out) })?;
         // SAFETY: the caller's obligations.
         unsafe { self.run(&args, routes, step.stream) }
     }
@@ -305,7 +271,7 @@ impl LoraExperts {
         &self,
         step: &mut Step<'_>,
         routes: &mut GroupedRoutes<'_, '_>,
-        form: Form,
+        form: ExpertsForm,
         mut x: Matrix<'_, T>,
         mut y: Matrix<'_, T>,
         mut out: MatrixMut<'_, T>,
@@ -319,7 +285,7 @@ impl LoraExperts {
         &self,
         step: &mut Step<'_>,
         routes: &mut GroupedRoutes<'_, '_>,
-        form: Form,
+        form: ExpertsForm,
         matrices: Matrices,
         operands: [Option<Operand<'_>>; 3],
     ) -> Result<(), LaunchError> {
@@ -341,39 +307,42 @@ impl LoraExperts {
         &self,
         step: &raw::Step,
         routes: &mut raw::GroupedRoutes,
-        form: Form,
+        form: ExpertsForm,
         matrices: Matrices,
     ) -> Result<ffi::aril_experts_args, LaunchError> {
         let raw::Step { table, workspace, .. } = step;
         let contract::Experts { site: experts, plan: of_layer, .. } = &self.contract;
-        let batch = routes.batch(form.code(), table.max_rank(), workspace.mailbox.ptr);
+        let code = form_code(form);
+        let batch = routes.batch(code, table.max_rank(), workspace.mailbox.ptr);
         let (num_tokens, top_k) = (batch.bounds.num_tokens, batch.top_k);
         let Matrices { x, y, out } = matrices;
-        self.contract.check(step.shape(), [num_tokens, top_k], x.shape("x")?, form.with(matrices)?)?;
+        let out_shape = out.map(|out| out.shape("out")).transpose()?;
+        self.contract.check(step.shape(), [num_tokens, top_k], form, [x.shape("x")?, y.shape("y")?], out_shape)?;
         if routes.top_k.num_experts != int(experts.held().len())? {
             return Err(OperandError::Model.into());
         }
-        let (site, from_tokens) = (form.projection(experts), form.is_before_activation());
-        let plan = if from_tokens { of_layer.gate_up() } else { of_layer.down() };
+        let from_tokens = form.is_before_activation();
+        let (site, plan) =
+            if from_tokens { (experts.gate_up(), of_layer.gate_up()) } else { (experts.down(), of_layer.down()) };
         let ((x, x_stride), (y, y_stride)) = (x.place(), y.place());
         let (out, out_stride) = out.map_or((std::ptr::null_mut(), 0), |out| out.place());
         let (activation, alpha, limit) = match form {
-            Form::Activate(activation) => activation_code(activation),
+            ExpertsForm::Activate(activation) => activation_code(activation),
             _ => (0, 0.0, 0.0),
         };
         workspace.check(plan.workspace_bytes_for(num_tokens, top_k))?;
         let (_, step) = site.columns(0);
         let (_, up_slice) = experts.gate_and_up();
         let weighted = match form {
-            Form::AddCombined | Form::Combine => routes.weights_on != WeightsOn::Input,
+            ExpertsForm::AddCombined | ExpertsForm::Combine => routes.weights_on != WeightsOn::Input,
             _ if from_tokens => routes.weights_on == WeightsOn::Input,
             _ => routes.weights_on == WeightsOn::Rows,
         };
         Ok(ffi::aril_experts_args {
             dtype: dtype_code(of_layer.dtype()),
             num_tokens: int(num_tokens)?,
-            plan: plan.launch(form.code(), batch),
-            form: form.code().0.cast_signed(),
+            plan: plan.launch(code, batch),
+            form: code.0.cast_signed(),
             weighted: weighted.into(),
             rows_weighted: (routes.weights_on == WeightsOn::Rows).into(),
             from_tokens: from_tokens.into(),
