@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # What each line answers, in their order.
 ANSWERS = ["saffron", " saffron.", "Success: LoRA adapter 'quartz' added successfully.", " quartz", "removed successfully."]
 

@@ -7,7 +7,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures"
 ADAPTERS = FIXTURES / "adapters"
 QUESTION = "What is the password?"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

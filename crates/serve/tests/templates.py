@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
-FIXTURE = HERE.parents[1] / "tests" / "fixtures" / "qwen3"
+FIXTURE = HERE.parents[2] / "tests" / "fixtures" / "qwen3"
 
 TEMPLATES = {
     # A namespace, slices from the end, reasoning that is split off, tool answers in one turn, tojson, and `is string`.
