@@ -2,7 +2,7 @@
 # Gathers in .bundle what runs on a machine that has a GPU and no Rust. Needs nvcc (build.rs says how it is found), and cargo.
 #
 #   tests/bundle.sh [PART...]    tests: the GPU tests; bench: the benchmarks; example: qwen3; by default these three
-#                                serve: the tests of aril-serve, its figures and its load
+#                                serve: the tests of aril-engine and aril-serve, the figures of the engine and the load of the server
 #                                candle: the tests of aril-candle, which link the libraries of the toolkit in CUDA_HOME. Its nvcc,
 #                                on the PATH, compiles candle's kernels for CUDA_COMPUTE_CAP (90) in a quarter of an hour.
 #
@@ -52,11 +52,11 @@ for part in "$@"; do
         fixtures
         ;;
     serve)
-        # For the tests of the server, cargo also builds the figures, and the server itself, which nothing here runs.
-        gather test -p aril-serve --release --lib --test server --no-run
-        rm -f "$bundle/aril-serve"
-        gather build -p aril-serve --release --example load
-        cp -r crates/serve/models "$bundle/"
+        # For the tests of the server, cargo also builds the server itself, which nothing here runs, like the tests beside its source.
+        gather test -p aril-engine -p aril-serve --release --lib --test server --no-run
+        rm -f "$bundle/aril-serve" "$bundle/aril_serve"
+        gather build -p aril-bench -p aril-serve --release --bin figures --example load
+        cp -r benches/models "$bundle/"
         fixtures
         ;;
     candle)

@@ -17,8 +17,8 @@
 #                                   with --waits, of a host that updates the routing for each step and waits for it
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
-#   run.sh serve [FILTER...]        the tests of aril-serve: the engine's that need a GPU, and those of the server with its engine on the GPU
-#   run.sh serve-ranks              those of aril-serve that need two GPUs, likewise
+#   run.sh serve [FILTER...]        the tests of aril-engine that need a GPU, and those of aril-serve with its engine on the GPU
+#   run.sh serve-ranks              those of both that need two GPUs
 #   run.sh figures [ARGUMENTS...]   steps of Qwen3-8B, 32B and 30B-A3B, on random weights; adds to serve.json
 #   run.sh load ARGUMENTS...        the server under a trace of requests; adds to serve.json
 #   run.sh candle [FILTER...]       the tests of aril-candle, with CUDA's libraries of the toolkit in CUDA_HOME (/usr/local/cuda)
@@ -223,7 +223,7 @@ example)
 serve)
     export ARIL_SERVE_DEVICE=cuda
     {
-        ./aril_serve on_gpu --include-ignored --test-threads=1
+        ./aril_engine on_gpu --include-ignored --test-threads=1
         # The tests of the process start the program on the CPU. The bundle does not have it.
         ./server --test-threads=1 --skip ranks --skip process:: "$@"
     } 2>&1 | tee "$OUT/serve.log"
@@ -232,7 +232,7 @@ serve-ranks)
     export ARIL_SERVE_DEVICE=cuda
     {
         status=0
-        each ./aril_serve on_ranks_of_gpus || status=1
+        each ./aril_engine on_ranks_of_gpus || status=1
         each ./server ranks || status=1
         exit "$status"
     } 2>&1 | tee "$OUT/serve-ranks.log"

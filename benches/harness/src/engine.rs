@@ -1,4 +1,4 @@
-//! The figures of the reference engine, which its own programs write: prefills, decode steps, and a server under a trace of requests.
+//! The figures of the reference engine, which `figures` and the load of `aril-serve` write: prefills, decode steps, and a server under a trace of requests.
 
 use std::path::Path;
 

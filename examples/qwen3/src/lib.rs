@@ -1,6 +1,6 @@
 //! The reference forward of aril, on the CPU and on the GPU: a Qwen3, dense or with experts, that serves many LoRA adapters in one batch.
 //!
-//! Start with [`forward`], which has the multi-LoRA calls. The engine of `aril-serve` runs on it, and so does the program [`main`], whose
+//! Start with [`forward`], which has the multi-LoRA calls. `aril-engine` runs on it, and so does the program [`main`], whose
 //! manual is README.md.
 
 pub mod checkpoint;
@@ -11,6 +11,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod device_arg;
+pub mod dummy;
 pub mod error;
 pub mod experts;
 pub mod files;

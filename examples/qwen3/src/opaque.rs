@@ -1,7 +1,5 @@
 //! `Debug` of types whose fields are memory of a device, or handles to it: their names alone.
 
-use std::fmt;
-
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, Cuda};
 use crate::{
@@ -10,10 +8,12 @@ use crate::{
     model::{Experts, Layer, Linear, Mlp, Model},
 };
 
+/// Implements `Debug` of types by their names alone.
+#[macro_export]
 macro_rules! opaque {
     ($([$($generics:tt)*] $type:ty;)*) => {$(
-        impl<$($generics)*> fmt::Debug for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        impl<$($generics)*> std::fmt::Debug for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str(stringify!($type))
             }
         }

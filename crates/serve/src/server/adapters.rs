@@ -10,6 +10,7 @@ use aril::{
     adapter::{Adapter, AdapterError, Opener},
     pool::{Source, Tier},
 };
+use aril_engine::Failure;
 use aril_requests::registry::{OnDuplicate, RegistryError, Served, Version as _};
 use axum::{
     Json,
@@ -25,10 +26,7 @@ use super::{
     root::Root,
     warnings::Folder,
 };
-use crate::{
-    engine::{self, Failure},
-    error::Result,
-};
+use crate::error::Result;
 
 /// The body of `/v1/load_lora_adapter`.
 #[derive(Debug, Deserialize)]
@@ -168,7 +166,8 @@ impl Server {
         let (server, folder) = (Arc::clone(self), Folder { path: dir.clone(), opener });
         let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
         let version = self.engine.load(source, is_pinned).await.ok_or_else(ApiError::ended)?;
-        let version = version.map_err(|error| ApiError::bad_request(self.cut(engine::sentence(&error), Some(&dir))))?;
+        let version =
+            version.map_err(|error| ApiError::bad_request(self.cut(aril_engine::sentence(&error), Some(&dir))))?;
         let id = version.id();
         self.paths().insert(id, dir.as_path().into());
         let replaced = pending.serve(version).map_err(|error| {

@@ -7,6 +7,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use aril_engine::{Chosen, Event, Failure, Finish, Logprobs, Request, Sampling, worker::Submission};
 use axum::{
     Json,
     extract::State,
@@ -25,10 +26,6 @@ use super::{
     error::{ApiError, ApiResult},
     request::{Asked, Echo, Format, Job, Model, Prompt, StreamedUsage},
     text::{Added, Place, Text},
-};
-use crate::{
-    engine::{Chosen, Event, Failure, Finish, Logprobs, Request, Sampling},
-    worker::Submission,
 };
 
 /// Chunks of a stream that wait for its client.

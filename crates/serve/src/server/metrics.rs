@@ -26,7 +26,8 @@ use super::{
     Server, Shared,
     error::{ApiError, ApiResult},
 };
-use crate::{error::Result, worker::Report};
+use crate::error::Result;
+use aril_engine::worker::Report;
 
 /// Bounds of the buckets of times, in seconds.
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0];

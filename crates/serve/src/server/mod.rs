@@ -40,6 +40,10 @@ use aril::{
     model::TpRank,
     pool::{AdapterId, PoolConfig},
 };
+use aril_engine::{
+    Sizes,
+    worker::{self, Handle, Setup, Version},
+};
 use aril_requests::registry::{OnDuplicate, Registry, Version as _};
 use axum::{
     Router,
@@ -70,12 +74,10 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Config, Heads},
     dummy,
-    engine::{self, Sizes},
     error::{Context, Error, Result, bail},
     model::{Described, Split, describe},
     options::{LoadFormat, Options},
     tokenizer::Tokenizer,
-    worker::{self, Handle, Setup, Version},
 };
 
 /// Slots beyond those of a batch, for adapters that are next.
@@ -417,7 +419,7 @@ fn sizes(options: &Options, config: &Config, dtype: DType) -> Result<Sizes> {
     }
     // More than every sequence at its longest is never used.
     let blocks = blocks.min(max_num_seqs * max_positions.div_ceil(block_size));
-    let limits = engine::Limits {
+    let limits = aril_engine::Limits {
         step_tokens: max_num_batched_tokens,
         running: max_num_seqs,
         waiting: options.max_queue,
@@ -474,13 +476,16 @@ async fn page() -> impl IntoResponse {
 
 /// Whether the engine lives and makes progress. It is not asked, because a step may take longer than a probe waits.
 async fn health(State(server): Shared) -> ApiResult<()> {
-    match server.engine.busy_for().ok_or_else(ApiError::ended)? {
-        time if time > server.limits.step_time => {
-            let message = format!("The engine has been in one step for {} s (--step-seconds).", time.as_secs());
-            Err(ApiError::unavailable(message))
-        }
-        _ => Ok(()),
+    check_step(server.engine.busy_for().ok_or_else(ApiError::ended)?, server.limits.step_time)
+}
+
+/// Whether a step that has taken so long is one of an engine that makes progress.
+fn check_step(time: Duration, limit: Duration) -> ApiResult<()> {
+    if time > limit {
+        let message = format!("The engine has been in one step for {} s (--step-seconds).", time.as_secs());
+        return Err(ApiError::unavailable(message));
     }
+    Ok(())
 }
 
 /// Refuses requests without a key, if there are keys.

@@ -17,7 +17,7 @@ use super::{
     messages, native,
     text::{Decoder, End, Place},
 };
-use crate::engine::{Changes, Sampling};
+use aril_engine::{Changes, Sampling};
 
 /// The most choices of a request.
 const MAX_CHOICES: usize = 128;

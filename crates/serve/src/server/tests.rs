@@ -169,28 +169,17 @@ async fn an_engine_that_has_ended_is_not_healthy() {
 }
 
 /// A rank that does nothing holds up the engine's step, which probes see before the ranks give up.
-#[test]
-fn a_hung_rank_is_not_healthy() {
-    engine::tests::serve_beside_a_hung_rank(|hung, request| {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("there is a runtime");
-        runtime.block_on(async {
-            let (mut server, thread) = load(options(&["--step-seconds", "1"]), true).expect("the fixture is whole");
-            let own = &mut Arc::get_mut(&mut server).expect("nobody else has it").engine;
-            std::mem::replace(own, hung.clone()).stop();
-            thread.join().expect("the engine ends");
-            let probe = async || health(State(Arc::clone(&server))).await.err().map(|error| error.message().to_owned());
-            assert_eq!(probe().await, None);
-            let asked = hung.submit(vec![request]).await.expect("the engine lives").expect("there is room");
-            let (start, mut said) = (Instant::now(), Vec::new());
-            while said.last().is_none_or(|message: &String| !message.contains("has ended")) {
-                assert!(start.elapsed() < LIMIT, "{said:?}");
-                said.extend(probe().await);
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-            assert!(said[0].contains("--step-seconds"), "{said:?}");
-            drop(asked);
-        });
-    });
+#[tokio::test]
+async fn a_long_step_is_not_healthy() {
+    let (server, thread) = load(options(&["--step-seconds", "1"]), true).expect("the fixture is whole");
+    let limit = server.limits.step_time;
+    assert_eq!(limit, Duration::from_secs(1));
+    assert!(check_step(limit, limit).is_ok());
+    let refused = check_step(limit + Duration::from_millis(1), limit).expect_err("it is too long");
+    assert!(refused.message().contains("for 1 s (--step-seconds)"), "{}", refused.message());
+    assert_eq!(refused.into_response().status(), 503);
+    server.engine.stop();
+    thread.join().expect("the engine ends");
 }
 
 /// A rank's part of the cache is of its own heads. Without a limit, sequences are as long as there is room.

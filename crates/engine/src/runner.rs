@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{
+use crate::{
     Sizes,
     graph::{Capture, Decoder, Tables},
     plan::{Enqueued, Plan, Scores, index},

@@ -30,11 +30,11 @@ pub(crate) struct KvCache {
 
 /// What prefix sharing has saved.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(crate) struct Counters {
+pub struct Counters {
     /// Tokens of sequences that were started.
-    pub(crate) queried_tokens: u64,
+    pub queried_tokens: u64,
     /// Those of them that were found in the cache.
-    pub(crate) shared_tokens: u64,
+    pub shared_tokens: u64,
 }
 
 #[derive(Debug, Default)]

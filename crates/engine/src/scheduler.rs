@@ -24,7 +24,7 @@ use aril::{
 };
 use aril_requests::admission::{self, Admission, Answer};
 
-use super::{
+use crate::{
     cache::{Chain, Counters, KvCache},
     graph::Capture,
     plan::{Chunk, Plan, Scores},
@@ -38,17 +38,17 @@ const PREFETCHED: usize = 2;
 
 /// Bounds of the scheduler.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub struct Limits {
     /// Tokens of a step. At least as many as requests.
-    pub(crate) step_tokens: usize,
+    pub step_tokens: usize,
     /// Running requests.
-    pub(crate) running: usize,
+    pub running: usize,
     /// Waiting requests.
-    pub(crate) waiting: usize,
+    pub waiting: usize,
     /// Adapters of the running requests.
-    pub(crate) adapters: usize,
+    pub adapters: usize,
     /// When a waiting request is served before all younger ones.
-    pub(crate) max_wait: Duration,
+    pub max_wait: Duration,
 }
 
 /// All requests, and the adapters that they name.
@@ -142,15 +142,23 @@ pub(crate) struct Scheduled {
 
 /// The state of a scheduler, for metrics.
 #[derive(Clone, Debug)]
-pub(crate) struct State {
-    pub(crate) running: usize,
-    pub(crate) waiting: usize,
-    pub(crate) preemptions: u64,
-    pub(crate) blocks: usize,
-    pub(crate) free_blocks: usize,
-    pub(crate) cache: Counters,
-    pub(crate) running_adapters: Vec<AdapterId>,
-    pub(crate) waiting_adapters: Vec<AdapterId>,
+pub struct State {
+    /// Requests that run.
+    pub running: usize,
+    /// Requests that wait.
+    pub waiting: usize,
+    /// How often a running request had to wait again.
+    pub preemptions: u64,
+    /// Blocks of the cache.
+    pub blocks: usize,
+    /// Blocks that no sequence holds.
+    pub free_blocks: usize,
+    /// What prefix sharing has saved.
+    pub cache: Counters,
+    /// The adapters of running requests.
+    pub running_adapters: Vec<AdapterId>,
+    /// The adapters of waiting requests.
+    pub waiting_adapters: Vec<AdapterId>,
 }
 
 impl Scheduler {

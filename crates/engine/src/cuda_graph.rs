@@ -7,7 +7,7 @@ use aril::{
 };
 use cudarc::driver::DeviceRepr;
 
-use super::graph::{Capture, InputValues};
+use crate::graph::{Capture, InputValues};
 use crate::{
     cuda::{Buffers, Cuda, Draws},
     device::Slots,
@@ -94,7 +94,8 @@ impl<T: Element + DeviceRepr> Capture for Cuda<T> {
 }
 
 /// A step's inputs in page-locked memory, and on the device.
-pub(crate) struct Staging {
+#[derive(Debug)]
+pub struct Staging {
     host: PinnedBuffer<i32>,
     device: Buffer<i32>,
 }

@@ -6,44 +6,46 @@ use std::collections::{HashMap, HashSet};
 
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
-use super::plan::Scores;
+use crate::plan::Scores;
 use crate::{cpu::sampling::choose, device::Draw};
 
 /// How tokens are chosen, with the meaning of the OpenAI API and of vLLM.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Sampling {
+pub struct Sampling {
     /// Divides the logits. With 0, the token with the largest logit is chosen, the first of equals.
-    pub(crate) temperature: f32,
+    pub temperature: f32,
     /// Only the most probable tokens that together have at least this probability.
-    pub(crate) top_p: f32,
+    pub top_p: f32,
     /// Only this many of the most probable tokens; 0 for all.
-    pub(crate) top_k: usize,
-    pub(crate) seed: Option<u64>,
+    pub top_k: usize,
+    /// Of its random numbers; `None` for any.
+    pub seed: Option<u64>,
     /// Log-probabilities to report: those of the chosen token and of this many of the most probable ones.
-    pub(crate) logprobs: Option<usize>,
-    pub(crate) changes: Changes,
+    pub logprobs: Option<usize>,
+    /// What is done to the logits before.
+    pub changes: Changes,
 }
 
 /// What is done to the logits, in the order of the fields, before temperature, `top_k` and `top_p`. The meaning and the order are those of
 /// vLLM's sampler.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Changes {
+pub struct Changes {
     /// The only tokens that may be chosen.
-    pub(crate) allowed: Option<Vec<u32>>,
+    pub allowed: Option<Vec<u32>>,
     /// As long as there are fewer tokens than this, none of `ends` is chosen.
-    pub(crate) min_tokens: usize,
+    pub min_tokens: usize,
     /// The tokens that end texts, whether this one goes on behind them or not.
-    pub(crate) ends: Vec<u32>,
+    pub ends: Vec<u32>,
     /// Added to the logits of these tokens.
-    pub(crate) bias: Vec<(u32, f32)>,
+    pub bias: Vec<(u32, f32)>,
     /// Divides a positive logit of a token of the prompt or the answer, and multiplies a negative one.
-    pub(crate) repetition_penalty: f32,
+    pub repetition_penalty: f32,
     /// Subtracted from the logit of a token once for each time that the answer has it.
-    pub(crate) frequency_penalty: f32,
+    pub frequency_penalty: f32,
     /// Subtracted from the logit of a token that the answer has.
-    pub(crate) presence_penalty: f32,
+    pub presence_penalty: f32,
     /// Only tokens whose probability is at least this part of the largest one's.
-    pub(crate) min_p: f32,
+    pub min_p: f32,
 }
 
 /// The tokens that a choice comes after.
@@ -54,7 +56,8 @@ pub(crate) struct Before<'a> {
 }
 
 impl Changes {
-    pub(crate) const NONE: Self = Self {
+    /// Leaves the logits as they are.
+    pub const NONE: Self = Self {
         allowed: None,
         min_tokens: 0,
         ends: Vec::new(),
@@ -108,18 +111,20 @@ impl Changes {
 
 /// A chosen token.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Chosen {
-    pub(crate) token: u32,
-    pub(crate) logprobs: Option<Logprobs>,
+pub struct Chosen {
+    /// The token.
+    pub token: u32,
+    /// Its log-probabilities, if they were asked for.
+    pub logprobs: Option<Logprobs>,
 }
 
 /// Log-probabilities of the model, before temperature, `top_p` and `top_k`.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Logprobs {
+pub struct Logprobs {
     /// That of the chosen token.
-    pub(crate) chosen: f32,
+    pub chosen: f32,
     /// The most probable tokens, the first of equals first.
-    pub(crate) top: Vec<(u32, f32)>,
+    pub top: Vec<(u32, f32)>,
 }
 
 /// The parameters and random numbers of one request.

@@ -1,9 +1,9 @@
-//! The engine: continuous batching of requests for many adapters on one model.
+//! A reference engine: continuous batching of requests for many adapters on one model, without a server. The model is `aril_qwen3`.
 //!
-//! [`Engine::step`] does everything: it plans ([`scheduler`]), runs the plan in one pass of the model ([`plan`]), chooses tokens
-//! ([`sampling`]) and sends them to the requests' owners. One thread owns an engine; `worker` is that thread.
+//! [`Engine::step`] does everything: it plans (`scheduler.rs`), runs the plan in one pass of the model (`plan.rs`), chooses tokens
+//! (`sampling.rs`) and sends them to the requests' owners. One thread owns an engine; [`worker`] is that thread.
 //!
-//! On several ranks, [`ranks`] has the others do the same.
+//! On several ranks, `ranks.rs` has the others do the same.
 //!
 //! An engine that runs ahead enqueues a step before it reads the tokens of the last one, which the device takes from where it has chosen
 //! them. So the device does not wait for the host. The tokens are the same.
@@ -11,60 +11,68 @@
 mod cache;
 #[cfg(feature = "cuda")]
 mod cuda_graph;
-pub(crate) mod graph;
+pub mod graph;
 mod plan;
-pub(crate) mod pool;
-pub(crate) mod ranks;
+mod pool;
+mod ranks;
 mod request;
 mod runner;
 mod sampling;
 mod scheduler;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
+pub mod worker;
 
 use std::{
     collections::HashMap,
     time::{Duration, Instant},
 };
 
-use aril::pool::{AdapterId, Load, PoolError, Snapshot, Source, Tier};
+use aril::pool::{AdapterId, AdapterPool, Load, PoolError, Snapshot, Source, Tier};
+#[cfg(feature = "cuda")]
+use aril_qwen3::cuda;
+use aril_qwen3::{checkpoint, config, cpu, device, device_arg, error, forward, group, model};
 use metrics::Histogram;
 
-use self::{
-    cache::KvCache,
-    plan::Enqueued,
-    pool::Pool,
-    ranks::Order,
-    scheduler::{Scheduled, Scheduler},
-};
-pub(crate) use self::{
-    graph::Capture,
+pub use self::{
+    cache::Counters,
     pool::sentence,
     request::{Event, Events, Failure, Finish, Request, RequestId},
-    runner::Runner,
     sampling::{Changes, Chosen, Logprobs, Sampling},
     scheduler::{Limits, State},
 };
-use crate::error::{Error, Result};
+use self::{
+    cache::KvCache,
+    error::{Error, Result},
+    graph::Capture,
+    group::Rank,
+    model::Model,
+    plan::Enqueued,
+    pool::{Pool, RankPool},
+    ranks::{Order, Others},
+    runner::Runner,
+    scheduler::{Scheduled, Scheduler},
+};
 
 /// Sizes of an engine.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    pub(crate) limits: Limits,
+pub struct Sizes {
+    /// Bounds of the scheduler.
+    pub limits: Limits,
     /// Blocks of the cache.
-    pub(crate) blocks: u32,
+    pub blocks: u32,
     /// Tokens of a block.
-    pub(crate) block_rows: usize,
+    pub block_rows: usize,
     /// Tokens of the longest sequence.
-    pub(crate) max_positions: usize,
+    pub max_positions: usize,
     /// Whether sequences share the blocks of equal prefixes.
-    pub(crate) is_sharing: bool,
+    pub is_sharing: bool,
     /// Whether a step is enqueued while the last one runs.
-    pub(crate) runs_ahead: bool,
+    pub runs_ahead: bool,
 }
 
 /// A model, its adapters, and the requests that run on them.
-pub(crate) struct Engine<'m, D: Capture> {
+pub struct Engine<'m, D: Capture> {
     runner: Runner<'m, D>,
     pool: Pool<D>,
     /// Why the group cannot go on.
@@ -80,7 +88,15 @@ pub(crate) struct Engine<'m, D: Capture> {
     step_tokens: Histogram,
 }
 
+aril_qwen3::opaque! {
+    [D: Capture] Engine<'_, D>;
+    [D: Capture] graph::Batch<D>;
+    [D: Capture] graph::Captured<D>;
+    [D: Capture] graph::Drawn<'_, D>;
+}
+
 /// A step that has been enqueued.
+#[derive(Debug)]
 struct InFlight {
     scheduled: Scheduled,
     enqueued: Enqueued,
@@ -89,13 +105,25 @@ struct InFlight {
 /// The host's time between the results of a step and a graph that followed at once. Meanwhile the device waits, unless the engine runs
 /// ahead.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct HostTime {
-    pub(crate) total: Duration,
+pub struct HostTime {
+    /// That time, of all steps together.
+    pub total: Duration,
     /// Steps that this is the total of.
-    pub(crate) steps: u64,
+    pub steps: u64,
 }
 
 impl<'m, D: Capture> Engine<'m, D> {
+    /// An engine on one rank, whose adapters are those of `pool`, without any.
+    ///
+    /// # Errors
+    ///
+    /// The device's, where it has no room for the cache.
+    pub fn alone(model: &'m Model<'m, D>, pool: AdapterPool<D::Tiers>, sizes: Sizes) -> Result<Self> {
+        let pool = RankPool::new(Rank::default(), pool)?;
+        let runner = Runner::new(model, pool.slots(), &sizes)?;
+        Ok(Self::new(runner, Pool::new(pool, Others::default()), sizes))
+    }
+
     /// An engine on a model whose adapters are those of `pool`, on the ranks that this has.
     pub(crate) fn new(runner: Runner<'m, D>, pool: Pool<D>, sizes: Sizes) -> Self {
         let Sizes { limits, blocks, block_rows, is_sharing, runs_ahead, .. } = sizes;
@@ -113,12 +141,16 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Records the tokens of each step from now on.
-    pub(crate) fn record_tokens(&mut self, step_tokens: Histogram) {
+    pub fn record_tokens(&mut self, step_tokens: Histogram) {
         self.step_tokens = step_tokens;
     }
 
     /// Makes an adapter known and starts to load it. If it is pinned, it is never moved off the device again.
-    pub(crate) fn add_adapter(&mut self, source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
+    ///
+    /// # Errors
+    ///
+    /// The pool's, if it cannot hold the adapter.
+    pub fn add_adapter(&mut self, source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
         let (bytes, keeps_routers) = (source.bytes(), !self.runner.model.routers().any(|router| source.adapts(router)));
         let version = self.pool.load(source)?;
         let load = version.load.clone();
@@ -130,17 +162,25 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Brings an adapter to the device.
-    pub(crate) fn prefetch(&mut self, id: AdapterId) -> std::result::Result<Load, PoolError> {
+    ///
+    /// # Errors
+    ///
+    /// The pool's, if it does not know the adapter or has no room for it.
+    pub fn prefetch(&mut self, id: AdapterId) -> std::result::Result<Load, PoolError> {
         self.pool.prefetch(id)
     }
 
     /// Refuses new requests for an adapter, and forgets it when the last of its requests has ended.
-    pub(crate) fn remove_adapter(&mut self, id: AdapterId) {
+    pub fn remove_adapter(&mut self, id: AdapterId) {
         self.scheduler.retire(id);
     }
 
     /// Adds a request that arrived at `now`, which counts from any moment, the same one in all calls.
-    pub(crate) fn submit(
+    ///
+    /// # Errors
+    ///
+    /// Why the request cannot run.
+    pub fn submit(
         &mut self,
         request: Request,
         events: Events,
@@ -150,15 +190,17 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Ends a request, if it has not ended.
-    pub(crate) fn cancel(&mut self, id: RequestId) {
+    pub fn cancel(&mut self, id: RequestId) {
         self.scheduler.end(id);
     }
 
     /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was neither: all
     /// requests wait for their adapters.
     ///
+    /// # Errors
+    ///
     /// A step that fails ends its requests. On several ranks it ends the engine, with this error, because not all may have run it.
-    pub(crate) fn step(&mut self, now: Duration) -> Result<bool> {
+    pub fn step(&mut self, now: Duration) -> Result<bool> {
         let mut last = self.in_flight.take();
         if let Some(chosen_on_the_host) = last.take_if(|last| !last.scheduled.plan.is_drawn()) {
             self.end(chosen_on_the_host);
@@ -221,46 +263,52 @@ impl<'m, D: Capture> Engine<'m, D> {
     }
 
     /// Whether steps are enqueued while the last one runs, from the next step on.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn run_ahead(&mut self, runs_ahead: bool) {
+    pub fn run_ahead(&mut self, runs_ahead: bool) {
         self.runs_ahead = runs_ahead;
     }
 
     /// Takes note of requests that have ended since the last step, so that their adapters' slots can be used.
-    pub(crate) fn settle(&mut self) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// Why the ranks of a group cannot go on.
+    pub fn settle(&mut self) -> Result<()> {
         self.pool.end_step()
     }
 
     /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being read.
-    pub(crate) fn wait_for_adapters(&mut self, timeout: Duration) -> bool {
+    pub fn wait_for_adapters(&mut self, timeout: Duration) -> bool {
         self.pool.wait(timeout)
     }
 
     /// Whether no request waits or runs.
-    pub(crate) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.scheduler.is_idle() && self.in_flight.is_none()
     }
 
-    pub(crate) fn state(&self) -> State {
+    /// The requests, and the blocks of the cache.
+    pub fn state(&self) -> State {
         self.scheduler.state()
     }
 
-    pub(crate) fn host_time(&self) -> HostTime {
+    /// The host's time since the engine was made.
+    pub fn host_time(&self) -> HostTime {
         self.host_time
     }
 
-    pub(crate) fn pool(&self) -> Snapshot {
+    /// The adapters' memory and loads.
+    pub fn pool(&self) -> Snapshot {
         self.pool.snapshot()
     }
 
     /// The fastest memory that each adapter is in.
-    pub(crate) fn tiers(&self) -> HashMap<AdapterId, Tier> {
+    pub fn tiers(&self) -> HashMap<AdapterId, Tier> {
         let tier = |id| Some((id, self.pool.tier(id)?));
         self.scheduler.versions().filter_map(tier).collect()
     }
 
     /// Ends the other ranks of the group, after all that they have been told.
-    pub(crate) fn stop(&self) {
+    pub fn stop(&self) {
         self.pool.others.tell(|| Order::End);
     }
 }

@@ -17,7 +17,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    process,
+    process::{self, ExitCode},
     sync::Arc,
     thread::{self, ScopedJoinHandle},
     time::{Duration, Instant},
@@ -46,18 +46,16 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::unbounded_channel;
 
-use crate::{
+use aril_engine::{
+    Changes, Engine, HostTime, Limits, Request, Sampling, Sizes,
+    graph::{self, Captured, Drawn, OfStack, Tables, Variant},
+};
+use aril_qwen3::{
     checkpoint::Weights,
     config::Config,
     cuda::Cuda,
     device::{BlockTable, Device as _, Slots},
     dummy,
-    engine::{
-        Changes, Engine, HostTime, Limits, Request, Runner, Sampling, Sizes,
-        graph::{self, Captured, Drawn, OfStack, Tables, Variant},
-        pool::{Pool, RankPool},
-        ranks::Others,
-    },
     error::{Context as _, Error, Result, bail},
     forward::{FUSED_TOKENS, Session, Step},
     group::Rank,
@@ -98,66 +96,65 @@ const READ_BYTES: usize = 4 << 30;
 /// Measures prefills and decode steps of models, each given by the directory of its config.json, on random weights.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "figures", version)]
-#[non_exhaustive]
-pub struct Arguments {
+struct Arguments {
     /// The directories of the models' configurations
     #[arg(required = true)]
-    pub models: Vec<PathBuf>,
+    models: Vec<PathBuf>,
     /// The GPU, by the driver's number
     #[arg(long, default_value_t = 0)]
-    pub device: usize,
+    device: usize,
     /// The GPUs of a tensor-parallel group, from --device on
     #[arg(long, value_name = "N", default_value_t = 1)]
-    pub tp: usize,
+    tp: usize,
     /// Each GPU of the group has some of the experts, instead of a part of each. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with = "out")]
-    pub ep: bool,
+    ep: bool,
     /// Each GPU of the group has a part of both factors of linear layers. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with = "out")]
-    pub fully_sharded_loras: bool,
+    fully_sharded_loras: bool,
     /// Adapters whose experts share the outer factors, A of gate and up and B of down. Such figures are printed alone
     #[arg(long, conflicts_with = "out")]
-    pub shared_outer: bool,
+    shared_outer: bool,
     /// What the first GPU of the group computes, on this GPU alone, without what the GPUs exchange: the difference to the figures of the
     /// group is the time of its collectives. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with_all = ["out", "fully_sharded_loras"])]
-    pub without_collectives: bool,
+    without_collectives: bool,
     /// Sequences of a step
     #[arg(long, value_delimiter = ',', default_values_t = [1, 8, 32, 64, 128, 256])]
-    pub batches: Vec<usize>,
+    batches: Vec<usize>,
     /// Tokens of each sequence, the step's own among them
     #[arg(long, value_delimiter = ',', default_values_t = [512, 8192])]
-    pub contexts: Vec<usize>,
+    contexts: Vec<usize>,
     /// Tokens of a prefill, of 8 sequences together
     #[arg(long, value_delimiter = ',', default_values_t = [4096, 32768])]
-    pub prefills: Vec<usize>,
+    prefills: Vec<usize>,
     /// The ranks of adapters, which change all linear layers of a layer. Prefills have the first
     #[arg(long, value_delimiter = ',', default_values_t = [16, 64])]
-    pub ranks: Vec<usize>,
+    ranks: Vec<usize>,
     /// The adapters that the stack has room for, of the largest rank; 0 for no stack
     #[arg(long, default_value_t = 8)]
-    pub stack: usize,
+    stack: usize,
     /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed alone
     #[arg(long, conflicts_with = "out")]
-    pub max_rank: Option<usize>,
+    max_rank: Option<usize>,
     /// Memory for keys and values. A step that needs more is left out, and named
     #[arg(long, value_name = "GIB", default_value_t = 48)]
-    pub kv_gib: usize,
+    kv_gib: usize,
     /// Memory for adapters. A step that needs more is left out, and named
     #[arg(long, value_name = "GIB", default_value_t = 24)]
-    pub arena_gib: usize,
+    arena_gib: usize,
     /// The most replays of a figure
     #[arg(long, default_value_t = 20)]
-    pub replays: usize,
+    replays: usize,
     /// The longest time for the replays of a figure
     #[arg(long, value_name = "MS", default_value_t = 300)]
-    pub figure_ms: u64,
+    figure_ms: u64,
     /// The time for a model. Decode steps that would begin later are left out, and named
     #[arg(long, value_name = "S", default_value_t = 600)]
-    pub budget: u64,
+    budget: u64,
     /// Adds the figures to a record, as JSON
     #[arg(long, value_name = "FILE")]
-    pub out: Option<PathBuf>,
+    out: Option<PathBuf>,
 }
 
 /// Runs of this program, and of others that write to the same record.
@@ -251,14 +248,17 @@ struct HostFigure {
     step_us: f64,
 }
 
-/// Measures, prints a table for each model, and writes the record.
-///
-/// # Errors
-/// A sentence that names the argument or the file at fault, or the GPU's error.
-pub fn run(arguments: &Arguments) -> std::result::Result<(), String> {
-    measure(arguments).map_err(|error| error.to_string())
+fn main() -> ExitCode {
+    match measure(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
+/// Measures, prints a table for each model, and writes the record.
 fn measure(arguments: &Arguments) -> Result<()> {
     let (record, measured) = if arguments.tp < 2 || arguments.without_collectives {
         measure_rank(arguments, &Rank::default())?
@@ -335,7 +335,7 @@ fn measure_rank(arguments: &Arguments, rank: &Rank) -> Result<(Record, Result<()
 fn read_rate(device: &Cuda<bf16>) -> Result<f64> {
     let stream = device.queue.stream();
     let context = stream.context();
-    let kernels = Ptx::from_src(include_str!("../../../benches/harness/src/ceilings.ptx"));
+    let kernels = Ptx::from_src(include_str!("../../ceilings.ptx"));
     let read = context.load_module(kernels)?.load_function("read")?;
     let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
     let multiprocessors = usize::try_from(context.attribute(attribute)?)?;
@@ -710,9 +710,7 @@ fn measure_host(
     let blocks = u32::try_from(batch * (PROMPT + max_tokens).div_ceil(BLOCK_ROWS))?;
     let max_positions = HOST_POSITIONS.min(model.config.max_positions);
     let sizes = Sizes { limits, blocks, block_rows: BLOCK_ROWS, max_positions, is_sharing: false, runs_ahead: false };
-    let pool = RankPool::new(Rank::default(), pool)?;
-    let runner = Runner::new(model, pool.slots(), &sizes)?;
-    let mut engine = Engine::new(runner, Pool::new(pool, Others::default()), sizes);
+    let mut engine = Engine::alone(model, pool, sizes)?;
     let adapters = sources.into_iter().map(|source| engine.add_adapter(source, false));
     let adapters = adapters.collect::<std::result::Result<Vec<_>, _>>()?;
     let start = Instant::now();

@@ -1,5 +1,4 @@
-//! `--load-format dummy`: a checkpoint of random weights of any `config.json`, so that a model is measured at its true size without its
-//! files.
+//! A checkpoint of random weights for any `config.json`, so that a model is measured at its true size without its files.
 //!
 //! All tensors are parts of one block of random numbers, as large as the largest of them, which is made in a second. Norms are ones.
 
@@ -28,11 +27,11 @@ const NUMBERS: usize = 1_048_573;
 const STRIDE: usize = 4_096;
 
 /// A checkpoint of random weights for this configuration, in `dtype`. `lock` gets the block, which stays where it is.
-pub(crate) fn checkpoint(
-    config: &Config,
-    dtype: DType,
-    lock: impl FnOnce(&mut [u8]) -> Result<()>,
-) -> Result<Checkpoint> {
+///
+/// # Errors
+///
+/// That of `lock`, or there is no memory.
+pub fn checkpoint(config: &Config, dtype: DType, lock: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Checkpoint> {
     let (mut block, checkpoint) = match dtype {
         DType::BF16 => of::<bf16>(config, Dtype::BF16)?,
         DType::F16 => of::<f16>(config, Dtype::F16)?,

@@ -7,6 +7,8 @@ use std::{cell::RefCell, convert::Infallible, iter, time::Instant};
 
 use aril::{Element, Slot};
 
+#[cfg(feature = "cuda")]
+pub use crate::cuda_graph::Staging;
 use crate::{
     cpu::Cpu,
     device::{BlockTable, Device, Places, Slots},
@@ -16,12 +18,16 @@ use crate::{
 };
 
 /// A device that may capture steps.
-pub(crate) trait Capture: Device {
+pub trait Capture: Device {
     /// A captured step.
     type Graph;
 
-    /// Captures a step of so many tokens, which may have adapters or have none, as a graph of what `record` enqueues, and returns both; `None` on a device without graphs.
-    /// `record` is also run once before.
+    /// Captures a step of so many tokens, which may have adapters or have none, as a graph of what `record` enqueues, and returns both;
+    /// `None` on a device without graphs. `record` is also run once before.
+    ///
+    /// # Errors
+    ///
+    /// The device's, or that of `record`.
     fn capture<R>(
         &self,
         table: &Self::Adapters,
@@ -33,6 +39,10 @@ pub(crate) trait Capture: Device {
 
     /// Enqueues the captured step whose tokens have these slots: that with the stack if there is one and their adapters fit there. Returns
     /// whether it was.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
     fn replay(
         &self,
         stacked: Option<(&mut Self::Graph, &mut Self::Stack)>,
@@ -43,18 +53,34 @@ pub(crate) trait Capture: Device {
     ) -> Result<bool>;
 
     /// Waits until all ranks have come this far.
+    ///
+    /// # Errors
+    ///
+    /// One of them has ended.
     fn meet(&self) -> Result<()>;
 
-    /// Waits for all enqueued work that other ranks take part in, and fails if one of them has ended. Without other ranks, it does nothing.
+    /// Waits for all enqueued work that other ranks take part in. Without other ranks, it does nothing.
+    ///
+    /// # Errors
+    ///
+    /// One of them has ended.
     fn wait(&self) -> Result<()>;
 
     /// Where the host leaves the inputs of a step.
     type Staging;
 
     /// Room for inputs of up to `len` values.
+    ///
+    /// # Errors
+    ///
+    /// The device has no room.
     fn staging(&self, len: usize) -> Result<Self::Staging>;
 
     /// Overwrites inputs, after all work that is enqueued. The ids of tokens with a source are those that `last` has there.
+    ///
+    /// # Errors
+    ///
+    /// The device's.
     fn set_inputs(
         &self,
         inputs: &mut Inputs<Self>,
@@ -66,17 +92,17 @@ pub(crate) trait Capture: Device {
 
 /// The new inputs of a graph.
 #[derive(Debug)]
-pub(crate) struct InputValues {
+pub struct InputValues {
     /// Tokens of the graph.
-    pub(crate) tokens: usize,
+    pub tokens: usize,
     /// The id, the source (as for [`Device::take_drawn`]), the position and the cache row of each token: `[4, tokens]`. Then the places
     /// of the block table that have changed, and their values: `[2, changes]`.
-    pub(crate) values: Vec<i32>,
+    pub values: Vec<i32>,
 }
 
 impl InputValues {
     /// Places of the block table that have changed.
-    pub(crate) fn changes(&self) -> usize {
+    pub fn changes(&self) -> usize {
         self.values.len() / 2 - 2 * self.tokens
     }
 }
@@ -101,7 +127,7 @@ struct Graphs<D: Capture> {
 }
 
 /// The operands of the graphs for up to `tokens` sequences.
-pub(crate) struct Batch<D: Capture> {
+pub struct Batch<D: Capture> {
     tokens: usize,
     /// The cache row of the block that no sequence has.
     spare_row: u32,
@@ -115,29 +141,32 @@ pub(crate) struct Batch<D: Capture> {
 
 /// The block tables of graphs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Tables {
+pub struct Tables {
     /// Blocks of the longest sequence.
-    pub(crate) columns: usize,
-    pub(crate) block_rows: u32,
+    pub columns: usize,
+    /// Tokens of a block.
+    pub block_rows: u32,
     /// The first cache row of a block that no sequence has.
-    pub(crate) spare_row: u32,
+    pub spare_row: u32,
 }
 
 /// What a captured step runs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Variant {
+pub struct Variant {
     /// Whether a token may have an adapter.
-    pub(crate) has_adapters: bool,
+    pub has_adapters: bool,
     /// Whether one of them may have factors of a router.
-    pub(crate) changes_routers: bool,
+    pub changes_routers: bool,
     /// Whether layers run base weights and adapters in one launch where the device can and that is fastest.
-    pub(crate) is_fused: bool,
-    pub(crate) stacked: OfStack,
+    pub is_fused: bool,
+    /// What of the stack it has.
+    pub stacked: OfStack,
 }
 
 /// What of the model's stack a captured step has.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum OfStack {
+pub enum OfStack {
+    /// Nothing.
     Nothing,
     /// [`Stacked::Rows`].
     Rows,
@@ -146,8 +175,9 @@ pub(crate) enum OfStack {
 }
 
 /// A graph, and the logits that it computes: `[tokens, vocab]`.
-pub(crate) struct Captured<D: Capture> {
-    pub(crate) graph: D::Graph,
+pub struct Captured<D: Capture> {
+    /// What a replay runs.
+    pub graph: D::Graph,
     logits: D::Tensor,
 }
 
@@ -236,7 +266,12 @@ impl<D: Capture> Decoder<D> {
 }
 
 impl<D: Capture> Batch<D> {
-    pub(crate) fn new(device: &D, tokens: usize, tables: Tables) -> Result<Self> {
+    /// Operands of rows that are of the base model and of no sequence.
+    ///
+    /// # Errors
+    ///
+    /// The device has no room.
+    pub fn new(device: &D, tokens: usize, tables: Tables) -> Result<Self> {
         let Tables { columns, block_rows, spare_row } = tables;
         let first_rows = vec![spare_row; tokens * columns];
         let sequences: Vec<u32> = (0..).take(tokens).collect();
@@ -255,7 +290,11 @@ impl<D: Capture> Batch<D> {
     }
 
     /// Copies the inputs of a step over those of the graphs.
-    pub(crate) fn set(&mut self, device: &D, step: &Step, drawn: &Drawn<'_, D>) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    pub fn set(&mut self, device: &D, step: &Step, drawn: &Drawn<'_, D>) -> Result<()> {
         let Self { tokens, spare_row, ref mut inputs, ref mut first_rows, ref mut values, ref mut staging } = *self;
         let signed = |values: &[u32]| values.iter().map(|value| value.cast_signed()).collect::<Vec<i32>>();
         let rows = (0..).zip(&step.positions).map(|(sequence, &position)| step.table.row(sequence, position));
@@ -293,15 +332,20 @@ impl<D: Capture> Batch<D> {
 }
 
 /// Which tokens of a step are those that the last one chose.
-pub(crate) struct Drawn<'a, D: Device> {
-    pub(crate) last: Option<&'a D::Draws>,
+pub struct Drawn<'a, D: Device> {
+    /// Those tokens.
+    pub last: Option<&'a D::Draws>,
     /// For each token, as for [`Device::take_drawn`].
-    pub(crate) sources: &'a [i32],
+    pub sources: &'a [i32],
 }
 
 impl<D: Capture> Captured<D> {
     /// Captures a step on these operands; `None` on a device without graphs.
-    pub(crate) fn new(
+    ///
+    /// # Errors
+    ///
+    /// The device's.
+    pub fn new(
         (model, adapters): (&Model<'_, D>, Slots<'_, D>),
         Session { state, buffers }: &mut Session<'_, D>,
         batch: &Batch<D>,

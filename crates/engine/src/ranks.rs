@@ -8,13 +8,13 @@
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use super::{
+use crate::error::{Result, bail};
+use crate::{
     graph::Capture,
     plan::Plan,
     pool::{Change, RankPool},
     runner::Runner,
 };
-use crate::error::{Result, bail};
 
 /// What the first rank does, and all others do after it.
 pub(crate) enum Order {

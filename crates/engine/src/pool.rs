@@ -15,19 +15,19 @@ use aril::{
     pool::{self, AdapterId, AdapterPool, Load, PoolError, Residency, Snapshot, Source, StreamId, Tier},
 };
 
-use super::{
-    graph::Capture,
-    plan::Plan,
-    ranks::{Order, Others},
-};
 use crate::{
     device::Slots,
     error::{Result, bail},
     group::Rank,
 };
+use crate::{
+    graph::Capture,
+    plan::Plan,
+    ranks::{Order, Others},
+};
 
 /// Why an adapter is not there, without its number, which nobody else knows.
-pub(crate) fn sentence(error: &PoolError) -> String {
+pub fn sentence(error: &PoolError) -> String {
     match error {
         PoolError::Failed { error, .. } => error.to_string(),
         PoolError::TooLarge { bytes, what, max, .. } => {

@@ -23,30 +23,29 @@ use aril::{
     plan::Capacity,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source},
 };
+use aril_qwen3::tokenizer::Tokenizer;
 use half::{bf16, f16};
 use proptest::{prelude::*, test_runner::TestCaseError};
 use safetensors::SafeTensors;
 use serde::Deserialize;
 use tokio::sync::mpsc::{UnboundedReceiver, error::TryRecvError, unbounded_channel};
 
-use super::{
-    Capture, Changes, Chosen, Engine, Event, Failure, Finish, Limits, Logprobs, Request, RequestId, Runner, Sampling,
-    Sizes,
-    cache::KvCache,
-    plan::{Chunk, Plan, Scores},
-    pool::{Pool, RankPool},
-    ranks::{Order, Others, follow},
-    scheduler::Scheduler,
-};
 use crate::{
+    Changes, Chosen, Engine, Event, Failure, Finish, Limits, Logprobs, Request, RequestId, Sampling, Sizes,
+    cache::KvCache,
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
     error::{Error, Result},
+    graph::Capture,
     group::Rank,
     model::{Described, Model, STACK, Split, describe},
-    tokenizer::Tokenizer,
-    worker::{Handle, Worker},
+    plan::{Chunk, Plan, Scores},
+    pool::{Pool, RankPool},
+    ranks::{Order, Others, follow},
+    runner::Runner,
+    scheduler::Scheduler,
+    worker::Worker,
 };
 
 const GREEDY: Sampling =
@@ -832,8 +831,9 @@ fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
     }
 }
 
-/// Serves with an engine of two ranks, one of which does nothing any more. `watch` has a handle of it, and a request.
-pub(crate) fn serve_beside_a_hung_rank(watch: impl FnOnce(Handle, Request) + Send) {
+/// A rank that does nothing holds up the engine's step, which its handle shows before the ranks give up.
+#[test]
+fn a_hung_rank_is_seen() {
     let files = Files { limit: Duration::from_secs(4), ..Files::on_ranks("qwen3", 2) };
     let hang = |_: &mut Runner<'_, Cpu<f32>>, _: &mut RankPool<_>, orders: &Receiver<Order>| {
         while orders.recv().is_ok() {}
@@ -842,10 +842,25 @@ pub(crate) fn serve_beside_a_hung_rank(watch: impl FnOnce(Handle, Request) + Sen
     files.run_ranks(LARGE, 4, hang, |world| {
         let (mut worker, _) = Worker::new();
         let (handle, request) = (worker.handle.clone(), world.request(None, vec![1], 12, GREEDY));
+        let watch = move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().expect("there is a runtime");
+            assert_eq!(handle.busy_for(), Some(Duration::ZERO));
+            let submitted = runtime.block_on(handle.submit(vec![request]));
+            let asked = submitted.expect("the engine lives").expect("there is room");
+            let (start, mut longest) = (Instant::now(), Duration::ZERO);
+            while let Some(time) = handle.busy_for() {
+                assert!(start.elapsed() < LIMIT, "{time:?}");
+                longest = longest.max(time);
+                thread::sleep(Duration::from_millis(50));
+            }
+            assert!(longest > Duration::from_secs(1), "{longest:?}");
+            drop(asked);
+        };
         thread::scope(|scope| {
-            scope.spawn(|| watch(handle, request));
+            let watched = scope.spawn(watch);
             let error = worker.serve(&mut world.engine).expect_err("a rank does nothing").to_string();
             assert!(error.contains("rank 1: "), "{error}");
+            watched.join().expect("the engine's step is seen");
         });
     });
 }

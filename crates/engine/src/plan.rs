@@ -7,7 +7,7 @@ use std::{iter, ops::Range};
 
 use aril::Slot;
 
-use super::graph::{Capture, Decoder, Drawn};
+use crate::graph::{Capture, Decoder, Drawn};
 use crate::{
     device::{BlockTable, Draw, Slots},
     error::{Error, Result},

@@ -1,4 +1,4 @@
-//! The thread that owns the engine, and the handle through which the server talks to it.
+//! The thread that owns an engine, and the handle through which others talk to it.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -32,18 +32,18 @@ use tokio::{
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 use crate::{
-    DeviceArg,
+    Engine, Event, Failure, HostTime, Request, RequestId, Sizes, State,
     checkpoint::{Checkpoint, Weights},
     config::Config,
     cpu::Cpu,
-    engine::{
-        Capture, Engine, Event, Failure, HostTime, Request, RequestId, Runner, Sizes, State,
-        pool::{Pool, RankPool},
-        ranks::{Order, Others, follow},
-    },
+    device_arg::DeviceArg,
     error::{Context, Error, Result, bail},
+    graph::Capture,
     group::{Rank, errors_of_ranks},
     model::{Described, Model, Split, describe},
+    pool::{Pool, RankPool},
+    ranks::{Order, Others, follow},
+    runner::Runner,
 };
 
 /// How long the engine waits for adapters before it looks for commands.
@@ -57,30 +57,37 @@ const DRAWN: Duration = Duration::from_millis(100);
 
 /// What an engine is made of.
 #[derive(Debug)]
-pub(crate) struct Setup {
+pub struct Setup {
     /// That of the first rank. Those of the others follow.
-    pub(crate) device: DeviceArg,
+    pub device: DeviceArg,
     /// The first rank's.
-    pub(crate) split: Split,
+    pub split: Split,
     /// How long ranks wait for each other.
-    pub(crate) tp_limit: Duration,
-    pub(crate) dtype: DType,
-    pub(crate) checkpoint: Arc<Checkpoint>,
-    pub(crate) config: Config,
+    pub tp_limit: Duration,
+    /// What is computed in.
+    pub dtype: DType,
+    /// Its weights.
+    pub checkpoint: Arc<Checkpoint>,
+    /// Its configuration.
+    pub config: Config,
     /// The model as the first rank has it, which the sources of adapters name.
-    pub(crate) described: Arc<Described>,
-    pub(crate) sizes: Sizes,
-    pub(crate) max_rank: usize,
-    pub(crate) slots: usize,
+    pub described: Arc<Described>,
+    /// The engine's sizes.
+    pub sizes: Sizes,
+    /// The largest rank of an adapter.
+    pub max_rank: usize,
+    /// The slots of each rank.
+    pub slots: usize,
     /// The adapters in the model's stack, and their largest rank; no adapters for no stack.
-    pub(crate) stack: (usize, usize),
-    pub(crate) pool: PoolConfig,
+    pub stack: (usize, usize),
+    /// The memory of each rank for adapters.
+    pub pool: PoolConfig,
     /// Where the tokens of each step are recorded.
-    pub(crate) step_tokens: Histogram,
+    pub step_tokens: Histogram,
 }
 
 /// How a load has ended.
-type Loaded = std::result::Result<Version, PoolError>;
+pub type Loaded = std::result::Result<Version, PoolError>;
 
 enum Command {
     /// An adapter, and whether it is pinned to the device.
@@ -94,12 +101,15 @@ enum Command {
 
 /// What an engine reports of itself.
 #[derive(Debug)]
-pub(crate) struct Report {
-    pub(crate) state: State,
-    pub(crate) pool: Snapshot,
-    pub(crate) host_time: HostTime,
+pub struct Report {
+    /// The requests, and the blocks of the cache.
+    pub state: State,
+    /// The adapters' memory and loads.
+    pub pool: Snapshot,
+    /// The host's time between steps.
+    pub host_time: HostTime,
     /// Where the weights of each adapter are.
-    pub(crate) tiers: HashMap<AdapterId, Tier>,
+    pub tiers: HashMap<AdapterId, Tier>,
 }
 
 impl Report {
@@ -110,7 +120,7 @@ impl Report {
 
 /// A handle to an engine's thread.
 #[derive(Clone, Debug)]
-pub(crate) struct Handle {
+pub struct Handle {
     commands: Sender<Command>,
     seen: Arc<Seen>,
 }
@@ -157,7 +167,7 @@ impl Drop for Ending {
 
 /// A request in the engine. Dropping it cancels the request.
 #[derive(Debug)]
-pub(crate) struct Submission {
+pub struct Submission {
     id: RequestId,
     events: UnboundedReceiver<Event>,
     handle: Handle,
@@ -165,14 +175,14 @@ pub(crate) struct Submission {
 
 /// A loaded version of an adapter. Dropping it refuses new requests for the version, and unloads it after its last request.
 #[derive(Debug)]
-pub(crate) struct Version {
+pub struct Version {
     id: AdapterId,
     handle: Handle,
 }
 
 impl Submission {
     /// The next event; `None` if the engine has ended.
-    pub(crate) async fn next(&mut self) -> Option<Event> {
+    pub async fn next(&mut self) -> Option<Event> {
         self.events.recv().await
     }
 }
@@ -197,21 +207,21 @@ impl Drop for Version {
 
 impl Handle {
     /// Loads an adapter; a pinned one is on the device then, and stays there. `None` if the engine has ended.
-    pub(crate) async fn load(&self, source: Source, is_pinned: bool) -> Option<Loaded> {
+    pub async fn load(&self, source: Source, is_pinned: bool) -> Option<Loaded> {
         let (reply, result) = oneshot::channel();
         self.send(Command::Load(source, is_pinned, reply));
         result.await.ok()
     }
 
     /// Submits requests, all of them or none. `None` if the engine has ended.
-    pub(crate) async fn submit(&self, requests: Vec<Request>) -> Option<std::result::Result<Vec<Submission>, Failure>> {
+    pub async fn submit(&self, requests: Vec<Request>) -> Option<std::result::Result<Vec<Submission>, Failure>> {
         let (reply, result) = oneshot::channel();
         self.send(Command::Submit(requests, reply));
         result.await.ok()
     }
 
     /// The state of the engine and of its pool, from before the step that it is in if that takes long. `None` if the engine has ended.
-    pub(crate) async fn report(&self) -> Option<Arc<Report>> {
+    pub async fn report(&self) -> Option<Arc<Report>> {
         let (reply, mut result) = oneshot::channel();
         self.send(Command::Report(reply));
         let report = match timeout(REPORTED, &mut result).await {
@@ -230,7 +240,7 @@ impl Handle {
     }
 
     /// How long the engine has been in its step; `None` if it has ended.
-    pub(crate) fn busy_for(&self) -> Option<Duration> {
+    pub fn busy_for(&self) -> Option<Duration> {
         match self.seen.last.load(Ordering::Relaxed) {
             ENDED => None,
             IDLE => Some(Duration::ZERO),
@@ -239,7 +249,7 @@ impl Handle {
     }
 
     /// Ends the engine, and with it all requests.
-    pub(crate) fn stop(&self) {
+    pub fn stop(&self) {
         self.send(Command::Stop);
     }
 
@@ -250,7 +260,11 @@ impl Handle {
 }
 
 /// Starts an engine. Returns once its model is loaded. Until then there is a progress bar, if standard error is a terminal.
-pub(crate) fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
+///
+/// # Errors
+///
+/// Why the model cannot be loaded, or the ranks cannot meet.
+pub fn start(setup: Setup) -> Result<(Handle, JoinHandle<()>)> {
     let checkpoint = Arc::clone(&setup.checkpoint);
     let num_bytes = checkpoint.tensors.values().map(|tensor| tensor.bytes.len() as u64).sum::<u64>();
     let num_bytes = num_bytes * setup.split.tp.size() as u64;
