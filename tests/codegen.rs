@@ -1,7 +1,8 @@
 //! The compiled kernels: registers and local memory within the budget, no symbols that could clash, 16-byte loads.
 //!
 //! Ignored by default, because not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The registers
-//! of every kernel, and its bytes of local memory, are in `codegen.budget`; `ARIL_BLESS=1` writes it, and the diff is for review.
+//! of every kernel, and its bytes of local memory, are in `codegen.budget`, a column for each architecture; `ARIL_BLESS=1` writes it, and the
+//! diff is for review.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 use std::{
@@ -14,7 +15,7 @@ use std::{
 
 use rayon::prelude::*;
 
-const ARCHS: [&str; 2] = ["80", "90a"];
+const ARCHS: [&str; 4] = ["80", "90a", "100f", "120f"];
 const BUDGET: &str = "tests/codegen.budget";
 
 /// The output of `ptxas -v`.
@@ -90,12 +91,18 @@ fn demangle(name: &str) -> String {
     name.strip_prefix("void ").unwrap_or(&name).to_owned()
 }
 
-/// Registers and bytes of local memory of each kernel.
-fn budget() -> BTreeMap<String, (u32, u32)> {
+/// Registers and bytes of local memory of each kernel, by architecture.
+type Used = BTreeMap<String, [(u32, u32); ARCHS.len()]>;
+
+/// A line is `registers/bytes` for each architecture, and the kernel.
+fn budget() -> Used {
     let parse = |line: &str| {
-        let (registers, rest) = line.trim_start().split_once(' ').unwrap();
-        let (local_bytes, kernel) = rest.trim_start().split_once(' ').unwrap();
-        (kernel.to_owned(), (registers.parse().unwrap(), local_bytes.parse().unwrap()))
+        let mut columns = line.splitn(ARCHS.len() + 1, ' ');
+        let used = ARCHS.map(|_| {
+            let (registers, local_bytes) = columns.next().unwrap().split_once('/').unwrap();
+            (registers.parse().unwrap(), local_bytes.parse().unwrap())
+        });
+        (columns.next().unwrap().to_owned(), used)
     };
     fs::read_to_string(BUDGET).unwrap().lines().map(parse).collect()
 }
@@ -103,27 +110,32 @@ fn budget() -> BTreeMap<String, (u32, u32)> {
 #[test]
 #[ignore = "needs nvcc and binutils"]
 fn kernels_keep_to_their_registers() {
-    let mut used = BTreeMap::new();
+    let mut used = Used::new();
     for (_, text) in compiled() {
         let mut report = Report::parse(text);
         for (key, registers) in report.registers {
             let local_bytes = report.local_bytes.remove(&key).unwrap_or(0);
             let (arch, kernel) = key;
-            used.insert(format!("{arch} {}", demangle(&kernel)), (registers, local_bytes));
+            let column = ARCHS.iter().position(|of| arch.strip_prefix("sm_") == Some(of)).unwrap();
+            used.entry(demangle(&kernel)).or_default()[column] = (registers, local_bytes);
         }
         assert_eq!(report.local_bytes, BTreeMap::new(), "functions that are not inlined have no local memory");
     }
     if env::var_os("ARIL_BLESS").is_some() {
-        let line = |(kernel, (registers, local_bytes)): (&String, &(u32, u32))| {
-            format!("{registers:3} {local_bytes:3} {kernel}\n")
+        let line = |(kernel, used): (&String, &[(u32, u32); ARCHS.len()])| {
+            let columns = used.map(|(registers, local_bytes)| format!("{registers}/{local_bytes} "));
+            format!("{}{kernel}\n", columns.concat())
         };
         fs::write(BUDGET, used.iter().map(line).collect::<String>()).unwrap();
     }
     let mut budget = budget();
-    for (kernel, (registers, local_bytes)) in &used {
+    for (kernel, used) in &used {
         let most = budget.remove(kernel).unwrap_or_else(|| panic!("{BUDGET} has no {kernel}"));
-        assert!(*registers <= most.0, "{kernel} uses {registers} registers, and has {}", most.0);
-        assert!(*local_bytes <= most.1, "{kernel} uses {local_bytes} bytes of local memory, and has {}", most.1);
+        for ((arch, used), most) in ARCHS.iter().zip(used).zip(most) {
+            assert!(used.0 > 0, "there is no {kernel} for {arch}");
+            let within = used.0 <= most.0 && used.1 <= most.1;
+            assert!(within, "{kernel} for {arch} uses registers and bytes of local memory {used:?}, and has {most:?}");
+        }
     }
     assert!(budget.is_empty(), "{BUDGET} names kernels that are gone: {budget:?}");
 }
@@ -144,7 +156,7 @@ fn nothing_but_the_abi_is_exported() {
 #[ignore = "needs nvcc, binutils and CUOBJDUMP"]
 fn sass_has_wide_loads_and_no_local_memory() {
     let budget = budget();
-    let is_spilled = |name: &str| budget.iter().any(|(kernel, most)| most.1 > 0 && kernel.ends_with(name));
+    let is_spilled = |name: &str| budget.get(name).is_some_and(|most| most.iter().any(|most| most.1 > 0));
     let cuobjdump = env::var_os("CUOBJDUMP").expect("CUOBJDUMP names cuobjdump; it is in the CUDA toolkit");
     for (object, _) in compiled() {
         let sass = run(Command::new(&cuobjdump).arg("-sass").arg(object));
