@@ -45,7 +45,8 @@
 //!   named `unembed_tokens` is accepted, because the trainers that use this name train it.
 //! - Keys may carry or lack wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name (all or none), and outer
 //!   module names of other versions or frameworks. PEFT drops every key that is not exactly its own. A module that the model lacks is
-//!   rejected, as are an embedding's factors for a linear layer and a linear layer's for an embedding.
+//!   rejected, as are an embedding's factors for a linear layer and a linear layer's for an embedding. Factors named
+//!   `lm_head.lora_embedding_A` and `_B`, as tokenspeed writes them, are a head's if they have its shapes, `[r, hidden]` and `[vocab, r]`.
 //! - PEFT saves the weight of an adapted embedding or head (`base_layer.weight`), or of both (`save_embedding_layers`), and loads it over
 //!   the base model's weight. Such an adapter is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.

@@ -138,6 +138,11 @@ pub(super) fn is_embedding_or_head(path: &str) -> bool {
     ALIASES.iter().any(|(alias, usual)| [*alias, *usual].contains(&name))
 }
 
+/// Whether a path is that of a head.
+pub(super) fn is_head(path: &str) -> bool {
+    path.rsplit('.').next() == Some("lm_head")
+}
+
 /// Alternative spellings of a module's path.
 pub(super) fn spellings(module: &str) -> impl Iterator<Item = String> {
     let below = |stem: &str| match stem {

@@ -89,15 +89,22 @@ impl Module {
 
     /// Places this rank's part of the factors in the image. Their required shapes depend on the target alone.
     fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
-        self.expect_kind(match target {
-            Target::Slice(..) | Target::Fused(_) => ModuleKind::Linear,
-            Target::Embedding(_) => ModuleKind::Embedding,
-        })?;
+        match target {
+            Target::Slice(layer, slice) if self.is_head(&model[layer], slice) => {}
+            Target::Slice(..) | Target::Fused(_) => self.expect_kind(ModuleKind::Linear)?,
+            Target::Embedding(_) => self.expect_kind(ModuleKind::Embedding)?,
+        }
         match target {
             Target::Slice(layer, slice) => self.place_slices(&model[layer], slice..slice + 1, image),
             Target::Fused(layer) => self.place_slices(&model[layer], 0..model[layer].slices().len(), image),
             Target::Embedding(embedding) => self.place_embedding(&model[embedding], image),
         }
+    }
+
+    /// Whether factors named like an embedding's are those of a head: their shapes are, and those of an embedding of its sizes are others.
+    fn is_head(&self, site: &LinearSite, slice: usize) -> bool {
+        let sizes = [site.whole_in_features(), site.slices()[slice].whole_out_features()];
+        names::is_head(&self.path) && sizes[0] != sizes[1] && sizes == [self.in_features(), self.out_features()]
     }
 
     /// Places one A, and a part of B for each of these slices.

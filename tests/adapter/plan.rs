@@ -251,11 +251,14 @@ fn aliases_of_the_head_and_the_embedding() {
 #[test]
 fn factors_are_for_modules_of_their_kind() {
     let (model, _) = TOY.model(0, 1);
-    for shapes in [[[2, 8], [20, 2]], [[2, 20], [8, 2]]] {
-        let head =
-            load(CONFIG, [("lm_head.lora_embedding_A", &shapes[0][..]), ("lm_head.lora_embedding_B", &shapes[1])]);
-        let result = head.unwrap().plan(&model, DType::F32).map(drop);
+    let head = |[a, b]: [[usize; 2]; 2]| {
+        load(CONFIG, [("lm_head.lora_embedding_A", &a[..]), ("lm_head.lora_embedding_B", &b)]).unwrap()
+    };
+    for shapes in [[[2, 20], [8, 2]], [[2, 8], [21, 2]], [[2, 20], [20, 2]]] {
+        let result = head(shapes).plan(&model, DType::F32).map(drop);
         refused!(result, Kind, "`lm_head.lora_embedding_A` belongs to an embedding", "`lm_head` is a linear layer");
+    }
+    for shapes in [[[2, 8], [20, 2]], [[2, 20], [8, 2]]] {
         let [a, b] = ["A", "B"].map(|side| format!("model.embed_tokens.lora_{side}.weight"));
         let result =
             load(CONFIG, [(&*a, &shapes[0][..]), (&b, &shapes[1])]).unwrap().plan(&model, DType::F32).map(drop);
@@ -267,6 +270,29 @@ fn factors_are_for_modules_of_their_kind() {
     let [a, b] = ["A", "B"].map(|side| format!("experts.0.down_proj.lora_embedding_{side}"));
     let result = load(CONFIG, [(&*a, &[2, 8][..]), (&b, &[8, 2])]).unwrap().plan(&model, DType::F32).map(drop);
     refused!(result, Kind, format!("`{a}`"), "is a linear layer");
+}
+
+/// As tokenspeed names them.
+#[test]
+fn factors_of_a_head_may_be_named_like_those_of_an_embedding() {
+    let (model, _) = TOY.model(0, 1);
+    let image = |names: [&str; 2]| {
+        let shapes: [&[usize]; 2] = [&[2, 8], &[20, 2]];
+        let adapter = load(CONFIG, names.into_iter().zip(shapes)).unwrap();
+        let image = adapter.plan(&model, DType::F32).unwrap();
+        let mut block = vec![0; image.bytes()];
+        image.write_to(&mut block).unwrap();
+        (image.entries().to_vec(), block)
+    };
+    let named = image(["lm_head.lora_embedding_A", "lm_head.lora_embedding_B"]);
+    assert_eq!(named, image(["lm_head.lora_A.weight", "lm_head.lora_B.weight"]));
+    // Of a square head nobody knows which it is.
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Column, 8).vocab("lm_head", 8, 8)).unwrap();
+    let square = spec.shard(TpRank::SINGLE).unwrap();
+    let names = ["lm_head.lora_embedding_A", "lm_head.lora_embedding_B"].into_iter();
+    let result = load(CONFIG, names.zip([&[2_usize, 8][..], &[8, 2]])).unwrap().plan(&square, DType::F32).map(drop);
+    refused!(result, Kind, "`lm_head.lora_embedding_A` belongs to an embedding");
 }
 
 #[test]
