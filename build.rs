@@ -23,6 +23,7 @@ mod kernels {
     use std::{
         env, fs,
         path::{Path, PathBuf},
+        process::Command,
     };
 
     /// The compiler, its headers and the static runtime, for machines without a CUDA toolkit.
@@ -42,7 +43,7 @@ mod kernels {
         let runtime = super::runtime::library(
             env::var_os("ARIL_CUDART").map(|choice| choice.to_string_lossy().into_owned()).as_deref(),
         );
-        let (flags, runtime) = match flags().and_then(|flags| Ok((flags, runtime?))) {
+        let (flags, runtime) = match flags(&nvcc).and_then(|flags| Ok((flags, runtime?))) {
             Ok(both) => both,
             Err(error) => return println!("cargo::error={error}"),
         };
@@ -87,8 +88,15 @@ mod kernels {
     }
 
     /// nvcc's flags for the architectures of `ARIL_CUDA_ARCHS`, and those that the headers need.
-    fn flags() -> Result<Vec<String>, String> {
-        let archs = env::var("ARIL_CUDA_ARCHS").unwrap_or_else(|_| "80;90a".to_owned());
+    fn flags(nvcc: &Path) -> Result<Vec<String>, String> {
+        let archs = match env::var("ARIL_CUDA_ARCHS") {
+            Ok(archs) => archs,
+            Err(_) => {
+                let version = Command::new(nvcc).arg("--version").output();
+                let version = version.map_err(|error| format!("{} does not run: {error}", nvcc.display()))?;
+                super::archs::usual(&String::from_utf8_lossy(&version.stdout)).to_owned()
+            }
+        };
         let mut flags = vec!["-std=c++17".to_owned()];
         flags.extend(super::archs::gencodes(&archs)?);
         // A tenth of the bytes.

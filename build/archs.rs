@@ -1,5 +1,17 @@
 //! What `ARIL_CUDA_ARCHS` means to nvcc.
 
+/// The architectures of the devices that the kernels are compiled for by default, as far as an nvcc that says this of its version has them.
+pub(crate) fn usual(version: &str) -> &'static str {
+    let numbers = version.split_once("release ").map_or("", |(_, numbers)| numbers);
+    let mut numbers = numbers.split(['.', ',']).map_while(|number| number.parse::<u32>().ok());
+    let families_since = (12, 9);
+    if (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= families_since {
+        "80;90a;100f;120f"
+    } else {
+        "80;90a"
+    }
+}
+
 /// The flags for a list such as `80;90a`: code for each architecture, and PTX of the newest for those to come.
 ///
 /// An architecture is a number from 80 on. Behind it, `a` names that architecture alone, and `f`, from 100 on, its family.

@@ -10,6 +10,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Code for the devices that bundles are for.
+export ARIL_CUDA_ARCHS=${ARIL_CUDA_ARCHS:-90a}
+
 max_bytes=$((60 << 20))
 bundle=.bundle
 [ $# -gt 0 ] || set -- tests bench example

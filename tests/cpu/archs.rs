@@ -1,11 +1,11 @@
 //! The build script's reading of `ARIL_CUDA_ARCHS` and `ARIL_CUDART`.
 
 #[path = "../../build/archs.rs"]
-mod build;
+pub(super) mod build;
 #[path = "../../build/runtime.rs"]
 mod runtime;
 
-use build::gencodes;
+use build::{gencodes, usual};
 
 /// The architectures that code is compiled for, and that of the PTX.
 fn targets(archs: &str) -> (Vec<String>, String) {
@@ -38,6 +38,20 @@ fn each_architecture_has_code_and_the_newest_has_ptx() {
             (&found[..], &newest[..]),
             (&code.iter().map(|arch| (*arch).to_owned()).collect::<Vec<_>>()[..], ptx)
         );
+    }
+}
+
+#[test]
+fn the_usual_architectures_are_those_that_nvcc_has() {
+    for (version, archs) in [
+        ("Cuda compilation tools, release 12.4, V12.4.131", "80;90a"),
+        ("Cuda compilation tools, release 12.8, V12.8.93", "80;90a"),
+        ("Cuda compilation tools, release 12.9, V12.9.86", "80;90a;100f;120f"),
+        ("nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.48\n", "80;90a;100f;120f"),
+        ("", "80;90a"),
+    ] {
+        assert_eq!(usual(version), archs, "{version}");
+        assert!(gencodes(usual(version)).is_ok());
     }
 }
 
