@@ -280,29 +280,32 @@ mod tests {
         assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
     }
 
-    /// Doubles that are read when they are packed are those that are read at once, also where a rank has the last of them alone.
+    /// Elements that are converted when they are packed are those that are converted at once, also where a rank has the last of them alone.
     #[test]
-    fn doubles_are_read_in_place() {
-        let dir = tempfile::tempdir().unwrap();
-        write(dir.path());
-        let values: Vec<u8> = (0..16).flat_map(|i| (f64::from(i) / 7.0).to_le_bytes()).collect();
-        let view = |shape| safetensors::tensor::TensorView::new(safetensors::Dtype::F64, shape, &values).unwrap();
-        let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
-        safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
-        let write = |planned: &Planned| {
-            let image = planned.image();
-            let mut block = vec![0; image.bytes()];
-            image.write_to(&mut block)?;
-            Ok(block)
-        };
-        let (whole, at_once) = (open(dir.path()), Arc::new(Adapter::open(dir.path()).unwrap()));
-        let packed = whole.read(write).unwrap();
-        for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
-            let (directory, _) = whole.shard(&model(rank)).unwrap();
-            let at_once = Planned::new(Arc::clone(&at_once), &model(rank), DType::F32).unwrap();
-            assert_eq!(directory.read(write).unwrap(), write(&at_once).unwrap());
-            // Each has a plan of its own.
-            assert_eq!(whole.read(write).unwrap(), packed);
+    fn elements_are_converted_in_place() {
+        let doubles: Vec<u8> = (0..16).flat_map(|i| (f64::from(i) / 7.0).to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..16).map(|i| 11 * i).collect();
+        for (dtype, values) in [(safetensors::Dtype::F64, doubles), (safetensors::Dtype::F8_E4M3, bytes)] {
+            let dir = tempfile::tempdir().unwrap();
+            write(dir.path());
+            let view = |shape| safetensors::tensor::TensorView::new(dtype, shape, &values).unwrap();
+            let views = [("m.lora_A.weight", view(vec![8, 2])), ("m.lora_B.weight", view(vec![2, 8]))];
+            safetensors::serialize_to_file(views, None, &dir.path().join(WEIGHTS)).unwrap();
+            let write = |planned: &Planned| {
+                let image = planned.image();
+                let mut block = vec![0; image.bytes()];
+                image.write_to(&mut block)?;
+                Ok(block)
+            };
+            let (whole, at_once) = (open(dir.path()), Arc::new(Adapter::open(dir.path()).unwrap()));
+            let packed = whole.read(write).unwrap();
+            for rank in [TpRank::SINGLE, TpRank::new(0, 2).unwrap(), TpRank::new(1, 2).unwrap()] {
+                let (directory, _) = whole.shard(&model(rank)).unwrap();
+                let at_once = Planned::new(Arc::clone(&at_once), &model(rank), DType::F32).unwrap();
+                assert_eq!(directory.read(write).unwrap(), write(&at_once).unwrap(), "{dtype:?}");
+                // Each has a plan of its own.
+                assert_eq!(whole.read(write).unwrap(), packed);
+            }
         }
     }
 

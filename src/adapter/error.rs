@@ -181,7 +181,7 @@ pub enum AdapterError {
         tensor: TensorName,
     },
     /// The element type of a tensor is not supported.
-    #[error("{tensor} has element type {dtype}, but must have BF16, F16, F32 or F64")]
+    #[error("{tensor} has element type {dtype}, but must have BF16, F16, F32, F64 or F8_E4M3")]
     DType {
         /// The tensor.
         tensor: TensorName,

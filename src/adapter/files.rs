@@ -363,6 +363,7 @@ fn file_type(tensor: &TensorName, dtype: Dtype) -> Result<FileType, AdapterError
         Dtype::F16 => Ok(FileType::Kept(DType::F16)),
         Dtype::F32 => Ok(FileType::Kept(DType::F32)),
         Dtype::F64 => Ok(FileType::Double),
+        Dtype::F8_E4M3 => Ok(FileType::Float8),
         _ => Err(AdapterError::DType { tensor: tensor.clone(), dtype: format!("{dtype:?}") }),
     }
 }

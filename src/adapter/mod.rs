@@ -51,8 +51,8 @@
 //!   the base model's weight. Such an adapter is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.
 //!
-//! Factors in files are BF16, F16, F32 or F64. F64 is rounded to F32 when it is read: PEFT loads such factors into F32, and torch rounds
-//! F64 to F32 on the way to 16 bits, too.
+//! Factors in files are BF16, F16, F32, F64 or F8_E4M3. F64 is rounded to F32 when it is read: PEFT loads such factors into F32, and torch
+//! rounds F64 to F32 on the way to 16 bits, too. F8_E4M3, without scales as PEFT reads it, becomes BF16, which is exact.
 //!
 //! # Experts
 //!

@@ -32,9 +32,8 @@ pub struct Tensor {
 #[derive(Clone)]
 enum Place {
     Memory(Storage),
-    File(Arc<WeightFile>),
-    /// In a file as F64, which are rounded to F32 when they are read.
-    Doubles(Arc<WeightFile>),
+    /// In a file, whose elements are converted when they are read.
+    File(Arc<WeightFile>, FileType),
 }
 
 /// The element type of a tensor in a file.
@@ -43,6 +42,64 @@ pub(super) enum FileType {
     Kept(DType),
     /// F64, which is read as F32.
     Double,
+    /// F8_E4M3, which is read as BF16.
+    Float8,
+}
+
+impl FileType {
+    /// Bytes of an element in the file.
+    const fn bytes(self) -> usize {
+        match self {
+            Self::Kept(dtype) => dtype.bytes(),
+            Self::Double => size_of::<f64>(),
+            Self::Float8 => size_of::<u8>(),
+        }
+    }
+
+    /// What it is read as.
+    const fn dtype(self) -> DType {
+        match self {
+            Self::Kept(dtype) => dtype,
+            Self::Double => DType::F32,
+            Self::Float8 => DType::BF16,
+        }
+    }
+
+    /// Converts the elements at the beginning of `bytes`, which have room for them in both types, in place.
+    fn convert(self, bytes: &mut [u8], elements: usize) {
+        match self {
+            Self::Kept(_) => {}
+            // The nearest F32 is what torch rounds to, also on the way to 16 bits.
+            Self::Double => {
+                for element in 0..elements {
+                    let value: f64 =
+                        bytemuck::pod_read_unaligned(&bytes[element * size_of::<f64>()..][..size_of::<f64>()]);
+                    #[expect(clippy::cast_possible_truncation, reason = "rounds to the nearest")]
+                    bytes[element * size_of::<f32>()..][..size_of::<f32>()]
+                        .copy_from_slice(&(value as f32).to_le_bytes());
+                }
+            }
+            Self::Float8 => {
+                // From the last on, because they become larger.
+                for element in (0..elements).rev() {
+                    let value = widened(bytes[element]);
+                    bytes[element * size_of::<bf16>()..][..size_of::<bf16>()].copy_from_slice(&value.to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+/// An F8_E4M3 (a sign, four bits of exponent with a bias of 7, three of mantissa; no infinity) as BF16, which has each of them.
+fn widened(float8: u8) -> bf16 {
+    const BIAS: u16 = 127 - 7;
+    const MANTISSA: u32 = 7 - 3;
+    let magnitude = match float8 & 0x7f {
+        0x7f => bf16::NAN,
+        subnormal @ 0..8 => bf16::from_f32(f32::from(subnormal) / 512.0),
+        normal => bf16::from_bits((u16::from(normal) << MANTISSA) + (BIAS << 7)),
+    };
+    if float8 & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 impl Tensor {
@@ -89,15 +146,16 @@ impl Tensor {
         storage: &Storage,
         bytes: Range<usize>,
     ) -> Result<Self, AdapterError> {
-        match stored {
-            FileType::Kept(dtype) => Self::part(dtype, shape, Arc::clone(storage), bytes),
-            FileType::Double => {
-                let mut doubles = (**storage).as_ref().get(bytes).unwrap_or_default().to_vec();
-                let len = narrow(&mut doubles).len();
-                doubles.truncate(len);
-                Self::new(DType::F32, shape, doubles)
-            }
+        if let FileType::Kept(dtype) = stored {
+            return Self::part(dtype, shape, Arc::clone(storage), bytes);
         }
+        let mut bytes = (**storage).as_ref().get(bytes).unwrap_or_default().to_vec();
+        let elements = bytes.len() / stored.bytes();
+        let len = elements * stored.dtype().bytes();
+        bytes.resize(len.max(bytes.len()), 0);
+        stored.convert(&mut bytes, elements);
+        bytes.truncate(len);
+        Self::new(stored.dtype(), shape, bytes)
     }
 
     /// A tensor that is read from a range of a file. [`bytes`](Self::bytes) is empty.
@@ -107,13 +165,10 @@ impl Tensor {
         file: Arc<WeightFile>,
         bytes: Range<usize>,
     ) -> Result<Self, AdapterError> {
-        let (dtype, stored_bytes, place) = match stored {
-            FileType::Kept(dtype) => (dtype, dtype.bytes(), Place::File(file)),
-            FileType::Double => (DType::F32, size_of::<f64>(), Place::Doubles(file)),
-        };
-        let want = shape.iter().try_fold(stored_bytes, |bytes, &dim| bytes.checked_mul(dim));
+        let dtype = stored.dtype();
+        let want = shape.iter().try_fold(stored.bytes(), |bytes, &dim| bytes.checked_mul(dim));
         if want == Some(bytes.len()) {
-            Ok(Self { dtype, shape, place, bytes })
+            Ok(Self { dtype, shape, place: Place::File(file, stored), bytes })
         } else {
             Err(AdapterError::Bytes { dtype, shape, got: bytes.len() })
         }
@@ -125,24 +180,24 @@ impl Tensor {
 
     /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
     pub(super) fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
-        let (stored, widths) = match &self.place {
+        let (file, stored) = match &self.place {
             Place::Memory(storage) => {
                 // Its owner may have fewer bytes now.
                 let bytes = (**storage).as_ref().get(self.bytes.clone());
                 let gone = || AdapterError::Bytes { dtype: self.dtype, shape: self.shape.clone(), got: 0 };
                 return bytes.map(|bytes| &bytes[range]).ok_or_else(gone);
             }
-            Place::File(stored) => (stored, 1),
-            Place::Doubles(stored) => (stored, 2),
+            Place::File(file, stored) => (file, *stored),
         };
-        let WeightFile { path, file } = &**stored;
-        let len = range.len() * widths;
+        let WeightFile { path, file } = &**file;
+        let [first, elements] = [range.start, range.len()].map(|bytes| bytes / self.dtype.bytes());
+        let len = elements * stored.bytes();
         // Only what is new is cleared.
-        buffer.resize(len.max(buffer.len()), 0);
-        let bytes = &mut buffer[..len];
-        let read = file.read_exact_at(bytes, (self.bytes.start + range.start * widths) as u64);
+        buffer.resize(len.max(range.len()).max(buffer.len()), 0);
+        let read = file.read_exact_at(&mut buffer[..len], (self.bytes.start + first * stored.bytes()) as u64);
         read.map_err(|error| AdapterError::Read { path: path.clone(), error })?;
-        Ok(if widths == 1 { bytes } else { narrow(bytes) })
+        stored.convert(buffer, elements);
+        Ok(&buffer[..range.len()])
     }
 
     /// Whether the tensor has no elements, which is not whether its bytes are here.
@@ -167,7 +222,7 @@ impl Tensor {
     pub fn bytes(&self) -> &[u8] {
         match &self.place {
             Place::Memory(storage) => &(**storage).as_ref()[self.bytes.clone()],
-            Place::File(_) | Place::Doubles(_) => &[],
+            Place::File(..) => &[],
         }
     }
 
@@ -201,18 +256,6 @@ impl Tensor {
             DType::F32 => widen::<f32>(self.bytes()),
         }
     }
-}
-
-/// Rounds F64 to F32, which are then the first half of the bytes. The nearest F32 is what torch rounds to, also on the way to 16 bits.
-fn narrow(doubles: &mut [u8]) -> &[u8] {
-    let (wide, narrow) = (size_of::<f64>(), size_of::<f32>());
-    let len = doubles.len() / wide;
-    for element in 0..len {
-        let value: f64 = bytemuck::pod_read_unaligned(&doubles[element * wide..][..wide]);
-        #[expect(clippy::cast_possible_truncation, reason = "rounds to the nearest")]
-        doubles[element * narrow..][..narrow].copy_from_slice(&(value as f32).to_le_bytes());
-    }
-    &doubles[..len * narrow]
 }
 
 impl fmt::Debug for Tensor {

@@ -306,7 +306,7 @@ fn other_element_types_are_refused() {
         fs::write(dir.join(WEIGHTS), safetensors::serialize([(key, view)], None).unwrap()).unwrap();
     };
     let dir = whole();
-    for dtype in [Dtype::F8_E4M3, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::I64, Dtype::BOOL] {
+    for dtype in [Dtype::F8_E8M0, Dtype::F8_E5M2, Dtype::I8, Dtype::U8, Dtype::I64, Dtype::BOOL] {
         write(dir.path(), "q_proj.lora_A.weight", dtype);
         refused!(Adapter::open(dir.path()), DType, "`q_proj.lora_A.weight`", WEIGHTS, format!("{dtype:?}"));
         // The tensor's name is checked before its type.
@@ -371,6 +371,56 @@ fn doubles_are_rounded_as_torch_does() {
     let mut block = vec![0; 1 << 16];
     let image = adapter.plan(&model, DType::F32).unwrap();
     refused!(image.write_to(&mut block[..image.bytes()]), Unrepresentable, "`q_proj.lora_A.weight`", "[1, 1]");
+}
+
+/// Every finite F8_E4M3, as `torch.float8_e4m3fn` defines them, mapped or not, and what is no number.
+#[test]
+fn eight_bits_are_widened_exactly() {
+    let (a, b) = ("q_proj.lora_A.weight", "q_proj.lora_B.weight");
+    let finite: Vec<u8> = (0..=u8::MAX).filter(|bits| bits & 0x7f != 0x7f).collect();
+    let values: Vec<f32> = finite
+        .iter()
+        .map(|&bits| {
+            let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7) / 8.0);
+            let magnitude = if exponent == 0 {
+                mantissa * f32::powi(2.0, -6)
+            } else {
+                (1.0 + mantissa) * f32::powi(2.0, exponent - 7)
+            };
+            if bits & 0x80 == 0 { magnitude } else { -magnitude }
+        })
+        .collect();
+    assert_eq!((values.len(), values[126], values[1]), (254, 448.0, f32::powi(2.0, -9)));
+    let mut spec = ModelSpec::new();
+    spec.linear(Linear::new("", Parallel::Replicated, 127).slice("q_proj", 127)).unwrap();
+    let model = spec.shard(TpRank::SINGLE).unwrap();
+    let write = |dir: &Path, dtype: Dtype, data: &[u8]| {
+        let shapes = [(a, vec![2, 127]), (b, vec![127, 2])];
+        let tensors = shapes.map(|(key, shape)| (key, TensorView::new(dtype, shape, data).unwrap()));
+        fs::write(dir.join(WEIGHTS), safetensors::serialize(tensors, None).unwrap()).unwrap();
+    };
+    let image = |adapter: &Adapter, dtype| {
+        let image = adapter.plan(&model, dtype)?;
+        let mut block = vec![0; image.bytes()];
+        image.write_to(&mut block).map(|()| block)
+    };
+    let (dir, wide) = (whole(), whole());
+    write(dir.path(), Dtype::F8_E4M3, &finite);
+    write(wide.path(), Dtype::F32, &values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>());
+    let adapter = Adapter::open(dir.path()).unwrap();
+    assert_eq!(weights(&adapter), [("q_proj", values.clone(), values)]);
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let want = image(&Adapter::open(wide.path()).unwrap(), dtype).unwrap();
+        assert_eq!(image(&adapter, dtype).unwrap(), want, "{dtype}");
+        assert_eq!(image(&mapped(dir.path()).unwrap(), dtype).unwrap(), want, "{dtype}");
+    }
+    for bits in [0x7f, 0xff] {
+        let mut bytes = finite.clone();
+        bytes[130] = bits;
+        write(dir.path(), Dtype::F8_E4M3, &bytes);
+        let adapter = Adapter::open(dir.path()).unwrap();
+        refused!(image(&adapter, DType::F32), Unrepresentable, "`q_proj.lora_A.weight`", "[1, 3]");
+    }
 }
 
 #[test]
