@@ -4,6 +4,15 @@
 //! computes `y` as usual and then calls `add_delta`; `cuda` describes alternatives. The crate is not an engine: it has no scheduler or
 //! tokenizer, and computes only on the stream that it is given.
 //!
+//! ```text
+//! files of an adapter ──► Adapter ──► SlotImage ──► a slot of the WeightTable ──────────────┐
+//!   adapter_model.safetensors  (PEFT)   (packed)      (an AdapterPool loads and evicts)     │
+//!                                                                                           ▼
+//! tokens, each with a Slot ──► Batch ──► Step (tokens grouped by slot) ──► operation(step, x, y) ──► kernel
+//!                                                                          checked by a contract,    v = A x
+//!                                                                          sized by a plan           y += scaling · B v
+//! ```
+//!
 //! - [`model`]: the layers that adapters may adapt, and their parts on each rank.
 //! - [`adapter`]: PEFT's file format, and an adapter's image in a slot. Depends on `model`.
 //! - [`plan`]: launch configurations, from shapes and upper bounds. Depends on `model`.
