@@ -51,6 +51,16 @@ pub enum RegistryError {
         /// The name given.
         name: Arc<str>,
     },
+    /// The name does not stand for the version that was to be replaced.
+    #[error("\"{}\" does not stand for {expected}{}", Escaped(name), now(*served))]
+    OtherVersion {
+        /// The name given.
+        name: Arc<str>,
+        /// The version given.
+        expected: AdapterId,
+        /// The version that the name stands for.
+        served: Option<AdapterId>,
+    },
     /// The first adapter of this name, or one to replace it, is being loaded. It can be retried.
     #[error("an adapter named \"{}\" is being loaded", Escaped(name))]
     Loading {
@@ -85,4 +95,8 @@ pub enum RegistryError {
         /// Its name.
         name: Arc<str>,
     },
+}
+
+fn now(served: Option<AdapterId>) -> String {
+    served.map_or_else(|| ", but for no version".to_owned(), |id| format!(", but for {id}"))
 }

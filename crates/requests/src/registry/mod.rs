@@ -6,7 +6,7 @@
 //! | vLLM | here |
 //! |---|---|
 //! | `load_lora_adapter` | [`Registry::load`]; [`Registry::begin_load`] for an engine that loads in a way of its own |
-//! | `load_lora_adapter` with `load_inplace` | the same with [`OnDuplicate::Replace`] |
+//! | `load_lora_adapter` with `load_inplace` | the same with [`OnDuplicate::Replace`], or [`OnDuplicate::ReplaceVersion`] for a known version |
 //! | `unload_lora_adapter` | [`Registry::unload`] |
 //! | `/v1/models` | [`Registry::base_names`] and [`Registry::list`] |
 //! | the `model` of a request | [`Registry::resolve`] |
@@ -165,6 +165,9 @@ pub enum OnDuplicate {
     Refuse,
     /// Replace what it stands for. A name that is not in use is added.
     Replace,
+    /// Replace it if it stands for this version, and refuse it otherwise, also if it is not in use: of several callers who have seen the same
+    /// version, one replaces it (compare and swap).
+    ReplaceVersion(AdapterId),
 }
 
 /// A loaded adapter, as [`Registry::list`] returns it.
@@ -243,6 +246,7 @@ impl<V: Version> Registry<V> {
     /// - [`RegistryError::Base`] if it is the base model's, and [`RegistryError::Alias`] if it is an alias.
     /// - [`RegistryError::Loading`] if another caller loads an adapter under it.
     /// - [`RegistryError::Loaded`] if an adapter has it, with [`OnDuplicate::Refuse`].
+    /// - [`RegistryError::OtherVersion`] if it does not stand for the version of [`OnDuplicate::ReplaceVersion`].
     #[doc(alias = "load_lora_adapter")]
     pub fn begin_load(&self, name: &str, on_duplicate: OnDuplicate) -> Result<PendingLoad<V>, RegistryError> {
         check(name)?;
@@ -265,6 +269,7 @@ impl<V: Version> Registry<V> {
     /// - [`RegistryError::Name`], [`RegistryError::Base`], [`RegistryError::Loaded`] or [`RegistryError::Loading`] if `alias` breaks a
     ///   [rule](self#names) or is a name of something else.
     /// - [`RegistryError::Alias`] if `alias` is an alias, with [`OnDuplicate::Refuse`], or if `target` is one.
+    /// - [`RegistryError::OtherVersion`] if `alias` does not stand for the version of [`OnDuplicate::ReplaceVersion`].
     /// - [`RegistryError::Unknown`], [`RegistryError::Base`] or [`RegistryError::Loading`] if no adapter is served as `target`.
     pub fn alias(&self, alias: &str, target: &str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
         check(alias)?;

@@ -46,11 +46,13 @@ impl<V: Version> Names<V> {
             Some(Entry::Adapter { .. }) if on_duplicate == OnDuplicate::Refuse => {
                 return Err(RegistryError::Loaded { name: name.into() });
             }
-            Some(Entry::Adapter { loading, .. }) => {
+            Some(Entry::Adapter { served, loading, .. }) => {
+                on_duplicate.check(name, served.as_ref().map(V::id))?;
                 *loading = Some(ticket);
                 name.into()
             }
             None => {
+                on_duplicate.check(name, None)?;
                 let name: Arc<str> = name.into();
                 let entry = Entry::Adapter { served: None, loading: Some(ticket), aliases: BTreeSet::new() };
                 self.entries.insert(name.clone(), entry);
@@ -121,6 +123,11 @@ impl<V: Version> Names<V> {
             Some(Entry::Alias(old)) => Some(old.clone()),
             None => None,
         };
+        let version_of = |old: &Arc<str>| match self.entries.get(old) {
+            Some(Entry::Adapter { served, .. }) => served.as_ref().map(V::id),
+            _ => None,
+        };
+        on_duplicate.check(alias, old.as_ref().and_then(version_of))?;
         self.not_base(target)?;
         match self.entry(target)? {
             Entry::Alias(target_of) => return Err(alias_of(target, target_of)),
@@ -194,6 +201,18 @@ impl<V: Version> Names<V> {
 
 fn unknown(name: &str) -> RegistryError {
     RegistryError::Unknown { name: name.into() }
+}
+
+impl OnDuplicate {
+    /// Rejects a name that does not stand for the version that is to be replaced.
+    fn check(self, name: &str, served: Option<AdapterId>) -> Result<(), RegistryError> {
+        match self {
+            Self::ReplaceVersion(expected) if served != Some(expected) => {
+                Err(RegistryError::OtherVersion { name: name.into(), expected, served })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 fn alias_of(alias: &str, target: &Arc<str>) -> RegistryError {

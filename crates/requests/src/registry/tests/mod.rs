@@ -49,6 +49,25 @@ fn alias(alias: &str, target: &str) -> RegistryError {
 }
 
 #[test]
+fn one_of_two_who_replace_the_same_version_does() {
+    alone(|| {
+        let registry = Registry::new(["base"]);
+        let first = load(&registry, "a");
+        let winner = registry.begin_load("a", OnDuplicate::ReplaceVersion(first)).unwrap();
+        assert_eq!(registry.begin_load("a", OnDuplicate::ReplaceVersion(first)).err(), Some(loading("a")));
+        let second = AdapterId::unique();
+        assert_eq!(winner.serve(second), Ok(Replaced { version: Some(first) }));
+        let late = registry.begin_load("a", OnDuplicate::ReplaceVersion(first)).unwrap_err();
+        assert_eq!(late, RegistryError::OtherVersion { name: "a".into(), expected: first, served: Some(second) });
+        assert_eq!(late.to_string(), format!("\"a\" does not stand for {first}, but for {second}"));
+        let none = registry.begin_load("b", OnDuplicate::ReplaceVersion(first)).unwrap_err();
+        assert_eq!(none.to_string(), format!("\"b\" does not stand for {first}, but for no version"));
+        assert_eq!(registry.resolve("b"), Err(of("b")));
+        assert_eq!(registry.resolve("a"), Ok(Served::Adapter(second)));
+    });
+}
+
+#[test]
 fn a_name_stands_for_each_of_its_versions_in_turn() {
     alone(|| {
         let registry = Registry::new(["qwen3-8b", "default"]);

@@ -101,6 +101,7 @@ impl Model {
         if self.id(name).is_some() && on_duplicate == OnDuplicate::Refuse {
             return Err(super::loaded(name));
         }
+        stands_for(name, self.id(name), on_duplicate)?;
         self.loading.push((name, caller));
         self.pending.insert(caller, name);
         Ok(())
@@ -149,7 +150,7 @@ impl Model {
             _ if self.id(alias).is_some() => return Err(super::loaded(alias)),
             _ if self.is_loading(alias) => return Err(super::loading(alias)),
             Some(old) if on_duplicate == OnDuplicate::Refuse => return Err(super::alias(alias, old)),
-            _ => {}
+            old => stands_for(alias, old.and_then(|old| self.id(old)), on_duplicate)?,
         }
         match self.target(target) {
             _ if target == BASE => return Err(super::base(target)),
@@ -187,6 +188,16 @@ impl Model {
     }
 }
 
+/// A version that is to be replaced must be the one that the name stands for.
+fn stands_for(name: &str, served: Option<AdapterId>, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
+    match on_duplicate {
+        OnDuplicate::ReplaceVersion(expected) if served != Some(expected) => {
+            Err(RegistryError::OtherVersion { name: name.into(), expected, served })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The base model's name and the bad name of [`NAMES`] are refused.
 fn allowed(name: &str) -> Result<(), RegistryError> {
     match name {
@@ -221,7 +232,8 @@ const CALLERS: usize = 3;
 
 fn call() -> impl Strategy<Value = Call> {
     let name = || select(&NAMES[..]);
-    let on_duplicate = || select(&[OnDuplicate::Refuse, OnDuplicate::Replace][..]);
+    let on_duplicate =
+        || select(vec![OnDuplicate::Refuse, OnDuplicate::Replace, OnDuplicate::ReplaceVersion(AdapterId::unique())]);
     let caller = 0..CALLERS;
     prop_oneof![
         4 => (caller.clone(), name(), on_duplicate())
@@ -247,6 +259,15 @@ proptest! {
             let (registry, mut model) = (Registry::new([BASE]), Model::default());
             let mut held: [Option<PendingLoad>; CALLERS] = Default::default();
             for (number, call) in calls.iter().enumerate() {
+                let mut call = call.clone();
+                if let Call::Begin { name, on_duplicate, .. } | Call::Alias { alias: name, on_duplicate, .. } = &mut call
+                    && let OnDuplicate::ReplaceVersion(expected) = on_duplicate
+                    && let Some(served) = model.id(model.target(name).unwrap_or(name))
+                    && number % 3 > 0
+                {
+                    *expected = served;
+                }
+                let call = &call;
                 let mut calls = vec![call.clone()];
                 if let Call::Begin { caller, .. } = *call {
                     calls.insert(0, Call::Release { caller });
