@@ -89,11 +89,9 @@
 #![deny(unsafe_code)]
 
 pub mod adapter;
-mod blocks;
+mod arena;
 #[macro_use]
 mod contract;
-#[cfg(any(test, feature = "cuda"))]
-mod copies;
 #[macro_use]
 pub mod slots;
 pub mod cpu;
@@ -111,7 +109,9 @@ pub mod plan;
 pub mod pool;
 pub mod reference;
 pub mod routing;
+mod sizes;
 mod slices;
+mod slot;
 mod unique;
 
 #[cfg(not(target_os = "linux"))]
@@ -124,6 +124,5 @@ pub use cudarc;
 pub use dtype::{DType, Element};
 #[doc(no_inline)]
 pub use half;
-#[doc(inline)]
-pub use routing::Slot;
 pub use slices::{IntoSlices, Slices};
+pub use slot::Slot;

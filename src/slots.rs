@@ -13,6 +13,8 @@ use crate::{
     plan::Capacity,
 };
 
+pub use crate::arena::blocks::Usage;
+
 /// What the weight tables of both backends say of their slots and bounds. The slots are in the field `$slots`.
 macro_rules! table_methods {
     ($($slots:ident).+) => {
@@ -88,31 +90,6 @@ pub struct SlotInfo {
     pub bytes: usize,
     /// The largest rank.
     pub max_rank: usize,
-}
-
-/// Memory use of a weight table, in bytes.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct Usage {
-    /// Size of the arena.
-    pub capacity: usize,
-    /// Loaded and reserved bytes. On the CPU they may exceed the capacity while steps have adapters of a pool that others have replaced.
-    pub used: usize,
-    /// Size of the largest free block.
-    pub largest_gap: usize,
-}
-
-impl Usage {
-    /// Free bytes, in one block or several.
-    pub const fn free(&self) -> usize {
-        self.capacity.saturating_sub(self.used)
-    }
-
-    /// The part of the free bytes outside the largest free block, from 0 to 1.
-    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-    pub fn fragmentation(&self) -> f64 {
-        if self.free() == 0 { 0.0 } else { 1.0 - self.largest_gap as f64 / self.free() as f64 }
-    }
 }
 
 /// The bounds that every adapter in a table must meet.

@@ -2,7 +2,7 @@
 # Drops one statement or condition of a file at a time, and runs tests, which must fail. (cargo-mutants changes operators and whole
 # bodies alone.) Arguments: files, `--`, and the arguments of `cargo test`. From the root of the repository, for example:
 #
-#     tests/drop_statements.sh src/pool/core/loading.rs -- -p aril --lib --test pool pool::
+#     tests/drop_statements.sh src/pool/state/loading.rs -- -p aril --lib --test pool pool::
 #
 # Prints what no test noticed, and fails if there is any. Restores each file when it ends. A run that takes longer than
 # `ARIL_TEST_SECONDS`, by default 300, counts as a failure.

@@ -4,7 +4,6 @@
 //! [`ALIGNMENT_BYTES`](super::layout::ALIGNMENT_BYTES).
 
 use std::{
-    cell::Cell,
     collections::{BTreeMap, HashMap},
     mem,
     ops::Range,
@@ -16,13 +15,14 @@ use rayon::prelude::*;
 use super::{
     error::AdapterError,
     layout::{B, EmbeddingA, K_TILE, LinearA},
+    nested::{Writing, is_nested},
     rectangle::{Part, Rectangle},
 };
 use crate::{
     DType, Element,
     error::LoadError,
-    extent::{product, sum},
     model::{MAX_RANK, Model},
+    sizes::{product, sum},
 };
 
 /// The smallest limit that [`SlotImage::pieces`] accepts, in bytes.
@@ -282,33 +282,6 @@ impl Piece<'_> {
     }
 }
 
-thread_local! {
-    /// How many pieces this thread is writing.
-    static WRITING: Cell<usize> = const { Cell::new(0) };
-}
-
-/// A piece that this thread writes. While it waits for rayon's other threads, it may take up another load, which has memory of its own. That
-/// one it writes alone, without waiting: otherwise it could take up one load after the other, each within the one before.
-struct Writing;
-
-impl Writing {
-    fn begin() -> Self {
-        WRITING.set(WRITING.get() + 1);
-        Self
-    }
-}
-
-impl Drop for Writing {
-    fn drop(&mut self) {
-        WRITING.set(WRITING.get() - 1);
-    }
-}
-
-/// Whether this thread writes a piece within another one.
-pub(super) fn is_nested() -> bool {
-    WRITING.get() > 1
-}
-
 fn write_parts(dtype: DType, parts: &[Rectangle<'_>], block: &mut [u8]) -> Result<(), AdapterError> {
     match dtype {
         DType::BF16 => write::<bf16>(parts, block),
@@ -362,7 +335,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        adapter::{Adapter, Tensor},
+        adapter::{Adapter, Tensor, nested::WRITING},
         model::{Linear, ModelSpec, Parallel, TpRank},
     };
 

@@ -7,8 +7,8 @@
 //! Padding is zero. Kernels rely on it.
 
 use crate::{
-    extent::{product, round_up},
     ffi,
+    sizes::{product, round_up},
 };
 
 /// Alignment of every factor in bytes, in a block that is itself aligned to 256 bytes.

@@ -87,6 +87,7 @@ mod image;
 pub mod layout;
 mod module;
 mod names;
+mod nested;
 mod open;
 mod pattern;
 mod place;

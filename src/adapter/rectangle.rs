@@ -9,8 +9,8 @@ use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
-    image::is_nested,
     layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
+    nested::is_nested,
     tensor::{Between, Rows as StoredRows, View},
 };
 use crate::{DType, Element, model::Rows};

@@ -8,12 +8,13 @@ use super::{
 };
 use crate::{
     DType, Slot,
-    blocks::whole_granules,
+    arena::blocks::whole_granules,
     error::{LoadError, OperandError},
     model::{Model, TpRank},
     plan::Capacity,
     pool::{
-        self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
+        self, AdapterId, Backend, Executor, HostTier, PoolConfig, PoolError, ReadEnd, Source, StreamId, Transfer,
+        arena_bytes,
     },
     routing::Batch,
 };
@@ -29,7 +30,7 @@ pub type AdapterPool = pool::AdapterPool<Tiers>;
 pub struct Tiers {
     /// The pool's own handle of the table.
     owner: WeightTable,
-    /// That of everybody else.
+    /// The handle of everybody else.
     weights: WeightTable,
     host: HostTier<Arc<Packed>>,
     copied: VecDeque<u64>,
@@ -67,79 +68,12 @@ impl Backend for Tiers {
     type Step<'a> = Step<'a>;
     type Error = OperandError;
 
-    fn tp(&self) -> TpRank {
-        self.host.tp()
-    }
-
     fn shard(&self, source: &Source) -> Result<Source, LoadError> {
         self.host.shard(source)
     }
 
     fn add(&mut self, id: AdapterId, source: Source) -> Result<usize, PoolError> {
         self.host.add(id, source)
-    }
-
-    fn remove(&mut self, id: AdapterId) {
-        self.host.remove(id);
-    }
-
-    fn read(&mut self, id: AdapterId, _to: Range<usize>, _copy: Option<&Copy>) -> bool {
-        self.host.read(id, |image| Ok(Arc::new(Packed::new(image, |_| ())?)), Ok);
-        false
-    }
-
-    fn notice(&mut self, wait: Option<Duration>) {
-        self.host.notice(wait);
-    }
-
-    fn next_read(&mut self) -> Option<Read> {
-        self.host.next_read()
-    }
-
-    /// A copy takes no time.
-    fn copies_parts(&self) -> bool {
-        false
-    }
-
-    fn revoke(&mut self, _copy: &Copy) -> bool {
-        false
-    }
-
-    fn abandon(&mut self, _copy: &Copy) -> bool {
-        false
-    }
-
-    fn finish(&mut self, _copy: &Copy) {}
-
-    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
-        let packed = self.host.packed(copy.id);
-        let room = Reservation::uncounted(self.owner.shared(), packed.bytes());
-        self.owner.put(copy.slot, Adapter { packed: Arc::clone(packed), room })?;
-        self.copied.push_back(copy.number);
-        Ok(())
-    }
-
-    fn next_copied(&mut self) -> Option<u64> {
-        self.copied.pop_front()
-    }
-
-    fn settle(&mut self) {}
-
-    /// A step takes the adapters that are in the slots.
-    fn point(&mut self, _: &[Granted], _: StreamId) -> Result<(), PoolError> {
-        Ok(())
-    }
-
-    fn may_evict(&mut self) -> bool {
-        true
-    }
-
-    fn evict(&mut self, slot: usize) {
-        self.owner.unload(slot).expect("the pool's slots are those of its table");
-    }
-
-    fn forget(&mut self, id: AdapterId) {
-        self.host.forget(id);
     }
 
     /// All streams have it in common.
@@ -158,5 +92,49 @@ impl Backend for Tiers {
         workspace: &'a mut Workspace,
     ) -> Result<Step<'a>, OperandError> {
         self.owner.step(batch, workspace)
+    }
+}
+
+/// A copy takes no time, and a step takes the adapters that are in the slots.
+impl Executor for Tiers {
+    fn tp(&self) -> TpRank {
+        self.host.tp()
+    }
+
+    fn remove(&mut self, id: AdapterId) {
+        self.host.remove(id);
+    }
+
+    fn read(&mut self, id: AdapterId, _to: Range<usize>, _copy: Option<&Transfer>) -> bool {
+        self.host.read(id, |image| Ok(Arc::new(Packed::new(image, |_| ())?)), Ok);
+        false
+    }
+
+    fn notice(&mut self, wait: Option<Duration>) {
+        self.host.notice(wait);
+    }
+
+    fn next_read(&mut self) -> Option<ReadEnd> {
+        self.host.next_read()
+    }
+
+    fn copy(&mut self, copy: &Transfer) -> Result<(), LoadError> {
+        let packed = self.host.packed(copy.id);
+        let room = Reservation::uncounted(self.owner.shared(), packed.bytes());
+        self.owner.put(copy.slot, Adapter { packed: Arc::clone(packed), room })?;
+        self.copied.push_back(copy.number);
+        Ok(())
+    }
+
+    fn next_copied(&mut self) -> Option<u64> {
+        self.copied.pop_front()
+    }
+
+    fn evict(&mut self, slot: usize) {
+        self.owner.unload(slot).expect("the pool's slots are those of its table");
+    }
+
+    fn forget(&mut self, id: AdapterId) {
+        self.host.forget(id);
     }
 }

@@ -7,10 +7,10 @@ use crate::{
     DType, Slot,
     adapter::SlotImage,
     error::{LoadError, OperandError, SlotError},
-    extent::{product, sum},
     model::Model,
     plan::{Capacity, PlanError},
     routing::Batch,
+    sizes::{product, sum},
     slots::{Bounds, SlotInfo, Slots, Usage},
 };
 

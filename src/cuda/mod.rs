@@ -36,18 +36,20 @@ mod kernels;
 mod loading;
 mod memory;
 mod operations;
+mod pool;
 pub mod raw;
 mod steps;
 mod stream;
 
 pub use self::{
     kernels::{Kernels, driver_is_present},
-    loading::{AdapterPool, Factors, Filled, Reservation, Staging, Tiers, WeightTable},
+    loading::{Factors, Filled, Reservation, Staging, WeightTable},
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk,
         Stack, TopK,
     },
+    pool::{AdapterPool, Tiers},
     steps::{Graph, RoutedBatch, Routing, Step, Workspace},
     stream::Queue,
 };

@@ -15,7 +15,7 @@ use cudarc::driver::{
 };
 
 use crate::{
-    copies::CopyStream,
+    arena::copies::CopyStream,
     cuda::{Kernels, LaunchError, raw},
 };
 

@@ -5,7 +5,7 @@ use std::fmt;
 use cudarc::driver::{DriverError, sys};
 
 use super::OperandError;
-use crate::{extent::max_elements, plan::PlanError};
+use crate::{plan::PlanError, sizes::max_elements};
 
 /// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) and
 /// [`WeightTable::step`](crate::cuda::WeightTable::step) say.

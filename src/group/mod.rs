@@ -53,6 +53,7 @@
 mod channel;
 mod error;
 mod load;
+pub(crate) mod member;
 pub(crate) mod pool;
 pub(crate) mod said;
 mod verdict;

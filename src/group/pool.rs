@@ -1,7 +1,7 @@
 //! A pool on the ranks of a group. Every rank makes the same decisions; what may differ between them, they agree on.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, VecDeque},
     fmt, mem,
     ops::Range,
     time::Duration,
@@ -10,7 +10,8 @@ use std::{
 use super::{
     channel::{ChannelError, Ranks},
     error::{GroupError, Phase, RankFailure},
-    said::{Answer, End, Exchange, On, Said},
+    member::{Exchange, MAX_READS, Member, Reading},
+    said::{Answer, End, On, Said},
     verdict,
 };
 use crate::{
@@ -19,11 +20,11 @@ use crate::{
     digest,
     error::LoadError,
     model::TpRank,
-    pool::{AdapterId, AdapterPool, Backend, Call, Copy, Granted, Limits, PoolError, Read, Source, StreamId},
+    pool::{
+        AdapterId, AdapterPool, Backend, Call, Executor, Granted, Limits, PoolError, ReadEnd, Source, StreamId,
+        Transfer,
+    },
 };
-
-/// Reads whose ends the ranks tell each other in one message.
-const MAX_READS: usize = 8;
 
 /// An [`AdapterPool`] on the ranks of a group: an adapter is in the same slot on all ranks, or on none.
 ///
@@ -44,8 +45,8 @@ pub type GroupPool<R, B> = AdapterPool<OnRanks<R, B>>;
 /// The memory and the streams of a [`GroupPool`], which are those of this rank.
 pub struct OnRanks<R, B> {
     ranks: R,
-    /// The ranks that this object is: one, except in tests.
-    members: Vec<Member<B>>,
+    /// This rank.
+    member: Member<B>,
     /// Why the ranks cannot agree any more.
     broken: Option<Broken>,
     /// A digest of all calls.
@@ -61,81 +62,8 @@ pub struct OnRanks<R, B> {
     /// The copy that each slot was pointed to last, by stream and slot.
     pointed: HashMap<(StreamId, usize), u64>,
     /// For the pool.
-    reads: VecDeque<Read>,
+    reads: VecDeque<ReadEnd>,
     copies: VecDeque<u64>,
-    pub(crate) agreements: Agreements,
-}
-
-/// What the ranks agree on. Tests leave out each to show that this is seen.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Agreement {
-    /// A block is as large as the largest of the ranks'.
-    Sized,
-    /// A read has failed if the ranks have read different adapters.
-    Same,
-    /// A read has ended when it has on all ranks.
-    Reads,
-    /// So has a copy.
-    Copies,
-    /// A read copies if it does on all ranks.
-    Begun,
-    /// A copy is enqueued on all ranks or on none.
-    Enqueued,
-    /// A rank that enqueued it alone waits until it has run.
-    Settled,
-    /// A slot is pointed to an adapter on all ranks, or no step uses it.
-    Pointed,
-    /// A read that failed on another rank enqueues nothing more.
-    Failed,
-    /// A read whose copy is taken back when it is complete ends when it has run.
-    Abandoned,
-    /// Slots are emptied if they can be on all ranks.
-    Evicts,
-}
-
-/// The agreements that hold: all of them, except in tests.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Agreements {
-    #[cfg(test)]
-    pub(crate) broken: Option<Agreement>,
-}
-
-impl Agreements {
-    #[cfg(test)]
-    fn hold(self, agreement: Agreement) -> bool {
-        self.broken != Some(agreement)
-    }
-
-    #[cfg(not(test))]
-    #[expect(clippy::unused_self, reason = "as in tests")]
-    const fn hold(self, _: Agreement) -> bool {
-        true
-    }
-
-    /// Whether all ranks say yes.
-    fn all(self, agreement: Agreement, answers: &[Answer]) -> bool {
-        let is_yes = |answer: &Answer| matches!(answer, Answer::Yes);
-        if self.hold(agreement) { answers.iter().all(is_yes) } else { answers.iter().any(is_yes) }
-    }
-}
-
-struct Reading {
-    id: AdapterId,
-    /// The copy that it makes, unless this was taken back.
-    copy: Option<Copy>,
-    /// Whether it has failed on a rank, or the ranks have read different adapters.
-    has_failed: bool,
-}
-
-/// A rank.
-struct Member<B> {
-    backend: B,
-    /// Reads that have ended on this rank, and not on all.
-    ended: HashMap<AdapterId, Read>,
-    /// Copies that have ended on this rank, and not on all.
-    copied: HashSet<u64>,
-    /// Copies that were complete when they were taken back. The reads that made them end with them.
-    abandoned: HashMap<AdapterId, u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -159,57 +87,12 @@ impl Broken {
     }
 }
 
-impl<B: Backend> Member<B> {
-    /// Enqueues nothing more of a copy that a read makes. If all of it is, the read ends when that has run.
-    fn take_back(&mut self, copy: &Copy) {
-        if !self.backend.revoke(copy) && !self.copied.remove(&copy.number) && self.backend.abandon(copy) {
-            self.abandoned.insert(copy.id, copy.number);
-        }
-    }
-
-    /// How far the reads and the copies are that have not ended on all ranks.
-    fn ends(&self, reading: &VecDeque<Reading>, copying: &VecDeque<u64>, copied: u64) -> Answer {
-        let mut failure = None;
-        let mut end = |&Reading { id, has_failed, .. }: &Reading| match self.ended.get(&id) {
-            None => End::UnderWay,
-            Some(_) if self.abandoned.contains_key(&id) => End::UnderWay,
-            Some(Read { fingerprint, result: Ok(()), .. }) if has_failed => End::Clear(*fingerprint),
-            Some(Read { fingerprint, result: Ok(()), .. }) => End::Whole(*fingerprint),
-            // A message has room for one reason.
-            Some(_) if failure.is_some() => End::UnderWay,
-            Some(Read { result: Err(error), .. }) => {
-                failure = Some(verdict::reason(&error.to_string()));
-                End::Failed
-            }
-        };
-        let reads = reading.iter().take(MAX_READS).map(&mut end).collect();
-        let ended = copying.iter().take_while(|&number| self.copied.contains(number)).count();
-        Answer::Ends { reads, copied: copied + ended as u64, reason: failure.unwrap_or_default() }
-    }
-
-    /// Takes note of what has ended on this rank.
-    fn notice(&mut self, wait: Option<Duration>) {
-        self.backend.notice(wait);
-        while let Some(number) = self.backend.next_copied() {
-            let before = self.abandoned.len();
-            self.abandoned.retain(|_, abandoned| *abandoned != number);
-            if self.abandoned.len() == before {
-                self.copied.insert(number);
-            }
-        }
-        while let Some(read) = self.backend.next_read() {
-            self.ended.insert(read.id, read);
-        }
-    }
-}
-
-impl<R: Exchange, B: Backend> OnRanks<R, B> {
-    pub(crate) fn of(ranks: R, backends: Vec<B>) -> Self {
-        let member =
-            |backend| Member { backend, ended: HashMap::new(), copied: HashSet::new(), abandoned: HashMap::new() };
+#[expect(private_bounds, reason = "ranks have it, and tests")]
+impl<R: Exchange<B>, B: Backend> OnRanks<R, B> {
+    pub(crate) fn of(ranks: R, backend: B) -> Self {
         Self {
             ranks,
-            members: backends.into_iter().map(member).collect(),
+            member: Member::new(backend),
             broken: None,
             calls: 0,
             numbers: HashMap::new(),
@@ -220,17 +103,17 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
             pointed: HashMap::new(),
             reads: VecDeque::new(),
             copies: VecDeque::new(),
-            agreements: Agreements::default(),
         }
     }
 
-    fn own(&self) -> &B {
-        &self.members[0].backend
+    #[cfg(test)]
+    pub(crate) fn parts(&mut self) -> (&mut R, &mut B) {
+        (&mut self.ranks, &mut self.member.backend)
     }
 
-    #[cfg(test)]
-    pub(crate) fn backends(&mut self) -> impl Iterator<Item = &mut B> {
-        self.members.iter_mut().map(|member| &mut member.backend)
+    /// Has each rank that is here act.
+    fn each(&mut self, act: impl FnMut(&mut Member<B>)) {
+        self.ranks.each(&mut self.member, act);
     }
 
     /// Reads that have not been taken.
@@ -247,9 +130,8 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         if let Some(broken) = &self.broken {
             return Err(broken.error());
         }
-        let (tp, calls) = (self.own().tp(), self.calls);
-        let say = |member| Said { calls, on, answer: answer(member) };
-        let own = self.members.iter_mut().map(say).collect();
+        let (tp, calls, mut own) = (self.member.backend.tp(), self.calls, Vec::new());
+        self.each(|member| own.push(Said { calls, on, answer: answer(member) }));
         let broken = match self.ranks.exchange(tp, own) {
             Err(error) => Broken::Channel(error),
             Ok(said) if said.iter().any(|said| (said.calls, said.on) != (calls, on)) => Broken::Disagreement(
@@ -317,18 +199,16 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
             let is_whole = |end: &End| matches!(end, End::Whole(_));
             let mut fingerprints = ends.iter().filter_map(|end| end.fingerprint());
             let first = fingerprints.next();
-            let differ = self.agreements.hold(Agreement::Same) && fingerprints.any(|other| Some(other) != first);
+            let differ = fingerprints.any(|other| Some(other) != first);
             let was_good = !self.reading[place].has_failed;
             let has_failed = !was_good || differ || ends.contains(&End::Failed);
             let has_ended = if has_failed {
                 ends.iter().all(|end| matches!(end, End::Failed | End::Clear(_)))
-            } else if self.agreements.hold(Agreement::Reads) {
-                ends.iter().all(is_whole)
             } else {
-                ends.iter().any(is_whole)
+                ends.iter().all(is_whole)
             };
             self.reading[place].has_failed = has_failed;
-            if has_failed && was_good && self.agreements.hold(Agreement::Failed) {
+            if has_failed && was_good {
                 self.take_back(place);
             }
             if has_ended && let Some(Reading { id, .. }) = self.reading.remove(place) {
@@ -341,19 +221,19 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
     }
 
     /// The end of a read on all ranks.
-    fn end_read(&mut self, id: AdapterId, has_failed: bool, answers: &[Answer], ends: &[End]) -> Read {
+    fn end_read(&mut self, id: AdapterId, has_failed: bool, answers: &[Answer], ends: &[End]) -> ReadEnd {
         let (mut time, mut fingerprint, mut own) = (Duration::ZERO, 0, None);
-        for member in &mut self.members {
+        self.each(|member| {
             if let Some(read) = member.ended.remove(&id) {
                 (time, fingerprint) = (read.time, read.fingerprint);
                 own = read.result.err();
             }
-        }
+        });
         if !has_failed {
-            return Read { id, time, fingerprint, result: Ok(()) };
+            return ReadEnd { id, time, fingerprint, result: Ok(()) };
         }
         // What ranks have packed.
-        self.members.iter_mut().for_each(|member| member.backend.forget(id));
+        self.each(|member| member.backend.forget(id));
         let failure = |(rank, end): (usize, &End)| match (end, &answers[rank]) {
             (End::Failed, Answer::Ends { reason, .. }) => {
                 Some(RankFailure { rank, phase: Phase::Fill, reason: reason.clone(), is_full: false })
@@ -370,30 +250,25 @@ impl<R: Exchange, B: Backend> OnRanks<R, B> {
         } else {
             refused(answers.len(), failures, own)
         };
-        Read { id, time, fingerprint, result: Err(error) }
+        ReadEnd { id, time, fingerprint, result: Err(error) }
     }
 
     /// Takes the copy of a read back, if it makes one.
     fn take_back(&mut self, place: usize) {
         if let Some(copy) = self.reading[place].copy.take() {
-            for member in &mut self.members {
-                member.take_back(&copy);
-                if !self.agreements.hold(Agreement::Abandoned) {
-                    member.abandoned.clear();
-                }
-            }
+            self.each(|member| member.take_back(&copy));
         }
     }
 
     /// Takes note of copies that have ended on all ranks.
     fn end_copies(&mut self, answers: &[Answer]) {
         let copied = answers.iter().map(|answer| if let Answer::Ends { copied, .. } = answer { *copied } else { 0 });
-        let copied = if self.agreements.hold(Agreement::Copies) { copied.min() } else { copied.max() }.unwrap_or(0);
+        let copied = copied.min().unwrap_or(0);
         while self.copied < copied
             && let Some(number) = self.copying.pop_front()
         {
             self.copied += 1;
-            self.members.iter_mut().for_each(|member| {
+            self.each(|member| {
                 member.copied.remove(&number);
             });
             self.copies.push_back(number);
@@ -417,7 +292,7 @@ fn refused(ranks: usize, failures: Vec<RankFailure>, own: Option<LoadError>) -> 
     }
 }
 
-impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
+impl<R: Exchange<B>, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
     /// Or why this rank has none.
     type Source = Result<B::Source, AdapterError>;
     type Weights = B::Weights;
@@ -429,6 +304,43 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
         Self: 'a;
     type Error = B::Error;
 
+    /// The largest of the ranks' blocks, so that a block has the same place on all of them. This rank's is one of them.
+    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<usize, PoolError> {
+        self.registered += 1;
+        self.numbers.insert(id, self.registered);
+        self.note(self.registered);
+        let mut source = source.map_err(Some);
+        let answers = self.demand(On::Size, |member| match &mut source {
+            Ok(source) => {
+                let source = member.backend.shard(source)?;
+                Ok(Answer::Size { bytes: member.backend.add(id, source)? })
+            }
+            Err(error) => Err(error.take().map_or(PoolError::Unknown { id }, |error| LoadError::from(error).into())),
+        });
+        let answers = answers.inspect_err(|_| self.remove(id))?;
+        let sizes = answers.iter().map(|answer| if let Answer::Size { bytes } = answer { *bytes } else { 0 });
+        Ok(sizes.max().unwrap_or(0))
+    }
+
+    fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
+        self.member.backend.weights(stream)
+    }
+
+    fn slots<'b>(batch: &'b B::Batch<'_>) -> &'b [Slot] {
+        B::slots(batch)
+    }
+
+    fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &B::Batch<'a>,
+        workspace: &'a mut B::Workspace,
+    ) -> Result<B::Step<'a>, B::Error> {
+        self.member.backend.step(stream, batch, workspace)
+    }
+}
+
+impl<R: Exchange<B>, B: Backend<Source: Clone>> Executor for OnRanks<R, B> {
     fn check(&self) -> Result<(), PoolError> {
         self.broken.as_ref().map_or(Ok(()), |broken| Err(broken.error().into()))
     }
@@ -450,39 +362,20 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
     }
 
     fn tp(&self) -> TpRank {
-        self.own().tp()
-    }
-
-    /// The largest of the ranks' blocks, so that a block has the same place on all of them. This rank's is one of them.
-    fn add(&mut self, id: AdapterId, source: Self::Source) -> Result<usize, PoolError> {
-        self.registered += 1;
-        self.numbers.insert(id, self.registered);
-        self.note(self.registered);
-        let mut source = source.map_err(Some);
-        let answers = self.demand(On::Size, |member| match &mut source {
-            Ok(source) => {
-                let source = member.backend.shard(source)?;
-                Ok(Answer::Size { bytes: member.backend.add(id, source)? })
-            }
-            Err(error) => Err(error.take().map_or(PoolError::Unknown { id }, |error| LoadError::from(error).into())),
-        });
-        let answers = answers.inspect_err(|_| self.remove(id))?;
-        let sizes = answers.iter().map(|answer| if let Answer::Size { bytes } = answer { *bytes } else { 0 });
-        let bytes = if self.agreements.hold(Agreement::Sized) { sizes.max() } else { sizes.min() };
-        Ok(bytes.unwrap_or(0))
+        self.member.backend.tp()
     }
 
     fn remove(&mut self, id: AdapterId) {
         self.numbers.remove(&id);
-        self.members.iter_mut().for_each(|member| member.backend.remove(id));
+        self.each(|member| member.backend.remove(id));
     }
 
     /// With a copy, if all ranks can make it. Nothing is read if they cannot agree any more: the read never ends.
-    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Transfer>) -> bool {
         self.reading.push_back(Reading { id, copy: None, has_failed: false });
         let Some(copy) = copy else {
             if self.broken.is_none() {
-                self.members.iter_mut().for_each(|member| {
+                self.each(|member| {
                     member.backend.read(id, to.clone(), None);
                 });
             }
@@ -493,12 +386,16 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
             begun.push(member.backend.read(id, to.clone(), Some(copy)));
             if begun.last() == Some(&true) { Answer::Yes } else { Answer::No }
         });
-        let is_copied = answers.is_ok_and(|answers| self.agreements.all(Agreement::Begun, &answers));
+        let is_copied = answers.is_ok_and(|answers| answers.iter().all(Answer::is_yes));
         if is_copied {
             self.reading.back_mut().into_iter().for_each(|reading| reading.copy = Some(copy.clone()));
         } else {
-            let begun = self.members.iter_mut().zip(begun).filter(|(_, has_begun)| *has_begun);
-            begun.for_each(|(member, _)| member.take_back(copy));
+            let mut begun = begun.into_iter();
+            self.each(|member| {
+                if begun.next() == Some(true) {
+                    member.take_back(copy);
+                }
+            });
         }
         is_copied
     }
@@ -509,13 +406,11 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
         let mut before = Vec::new();
         // If they cannot agree any more, nothing ends.
         while self.broken.is_none() {
-            for member in &mut self.members {
-                let enough = if before.is_empty() { 1 } else { self.reading.len() };
-                member.notice(wait.filter(|_| member.ended.len() < enough));
-            }
+            let enough = if before.is_empty() { 1 } else { self.reading.len() };
+            self.each(|member| member.notice(wait.filter(|_| member.ended.len() < enough)));
             if self.reading.is_empty() && self.copying.is_empty() {
                 // Copies that not all ranks could enqueue.
-                return self.members.iter_mut().for_each(|member| member.copied.clear());
+                return self.each(|member| member.copied.clear());
             }
             let (reading, copying) = (mem::take(&mut self.reading), mem::take(&mut self.copying));
             let (reads, copied) = (reading.len().min(MAX_READS), self.copied);
@@ -533,42 +428,36 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
         }
     }
 
-    fn next_read(&mut self) -> Option<Read> {
+    fn next_read(&mut self) -> Option<ReadEnd> {
         self.reads.pop_front()
     }
 
     fn copies_parts(&self) -> bool {
-        self.own().copies_parts()
+        self.member.backend.copies_parts()
     }
 
     /// A rank that has enqueued all of the copy ends its read when the copy has run.
-    fn revoke(&mut self, copy: &Copy) -> bool {
+    fn revoke(&mut self, copy: &Transfer) -> bool {
         if let Some(place) = self.reading.iter().position(|reading| reading.id == copy.id) {
             self.take_back(place);
         }
         true
     }
 
-    fn abandon(&mut self, _copy: &Copy) -> bool {
-        false
-    }
-
-    fn finish(&mut self, copy: &Copy) {
-        self.members.iter_mut().for_each(|member| member.backend.finish(copy));
+    fn finish(&mut self, copy: &Transfer) {
+        self.each(|member| member.backend.finish(copy));
         self.copying.push_back(copy.number);
     }
 
     /// By all ranks, or by none.
-    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Transfer) -> Result<(), LoadError> {
         let copied = self.demand(On::Copy, |member| {
             member.backend.copy(copy)?;
             Ok(Answer::Yes)
         });
-        if let Some(refusal) = copied.err().filter(|_| self.agreements.hold(Agreement::Enqueued)) {
+        if let Err(refusal) = copied {
             // A rank that has enqueued it reads host memory that others will be given.
-            if self.agreements.hold(Agreement::Settled) {
-                self.members.iter_mut().for_each(|member| member.backend.settle());
-            }
+            self.each(|member| member.backend.settle());
             return Err(refusal);
         }
         self.copying.push_back(copy.number);
@@ -579,54 +468,32 @@ impl<R: Exchange, B: Backend<Source: Clone>> Backend for OnRanks<R, B> {
         self.copies.pop_front()
     }
 
-    fn settle(&mut self) {}
-
     /// On all ranks, or no step may use the slots.
     fn point(&mut self, granted: &[Granted], stream: StreamId) -> Result<(), PoolError> {
         let is_pointed = |granted: &Granted| self.pointed.get(&(stream, granted.slot)) == Some(&granted.number);
         if granted.iter().all(is_pointed) {
             return Ok(());
         }
-        let pointed = self.demand(On::Point, |member| {
+        self.demand(On::Point, |member| {
             member.backend.point(granted, stream)?;
             Ok(Answer::Yes)
-        });
-        if let Some(refusal) = pointed.err().filter(|_| self.agreements.hold(Agreement::Pointed)) {
-            return Err(refusal.into());
-        }
+        })?;
         self.pointed.extend(granted.iter().map(|granted| ((stream, granted.slot), granted.number)));
         Ok(())
     }
 
     fn may_evict(&mut self) -> bool {
         let answers = self.ask(On::Evict, |member| if member.backend.may_evict() { Answer::Yes } else { Answer::No });
-        answers.is_ok_and(|answers| self.agreements.all(Agreement::Evicts, &answers))
+        answers.is_ok_and(|answers| answers.iter().all(Answer::is_yes))
     }
 
     fn evict(&mut self, slot: usize) {
-        self.members.iter_mut().for_each(|member| member.backend.evict(slot));
+        self.each(|member| member.backend.evict(slot));
         self.pointed.retain(|(_, pointed), _| *pointed != slot);
     }
 
     fn forget(&mut self, id: AdapterId) {
-        self.members.iter_mut().for_each(|member| member.backend.forget(id));
-    }
-
-    fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
-        self.own().weights(stream)
-    }
-
-    fn slots<'b>(batch: &'b B::Batch<'_>) -> &'b [Slot] {
-        B::slots(batch)
-    }
-
-    fn step<'a>(
-        &'a self,
-        stream: StreamId,
-        batch: &B::Batch<'a>,
-        workspace: &'a mut B::Workspace,
-    ) -> Result<B::Step<'a>, B::Error> {
-        self.own().step(stream, batch, workspace)
+        self.each(|member| member.backend.forget(id));
     }
 }
 
@@ -654,7 +521,7 @@ impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
             return Err(LoadError::Group(Box::new(GroupError::OtherRank { channel, table })).into());
         }
         let (backend, limits, streams) = pool.into_backend()?;
-        let mut backend = OnRanks::of(ranks, vec![backend]);
+        let mut backend = OnRanks::of(ranks, backend);
         let limits = backend.agree_on(limits, streams)?;
         let mut pool = Self::within(backend, limits)?;
         for _ in 1..streams {

@@ -4,17 +4,11 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    channel::{ChannelError, Ranks},
-    error::Phase,
-    verdict,
-};
-use crate::model::TpRank;
+use super::error::Phase;
 
 /// What a rank tells the others.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-#[expect(unnameable_types, reason = "of a private trait")]
-pub struct Said {
+pub(crate) struct Said {
     /// A digest of all calls of the rank.
     pub(super) calls: u64,
     pub(super) on: On,
@@ -75,19 +69,6 @@ pub(super) enum End {
     Clear(u64),
 }
 
-/// How the ranks exchange what they say.
-#[expect(unnameable_types, reason = "ranks have it, and tests")]
-pub trait Exchange {
-    /// What all ranks say, by rank, in exchange for what the ranks of this object do. That is among it as it is.
-    fn exchange(&mut self, tp: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError>;
-}
-
-impl<R: Ranks> Exchange for R {
-    fn exchange(&mut self, tp: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
-        own.first().map_or_else(|| Ok(Vec::new()), |said| verdict::exchange(self, tp, said))
-    }
-}
-
 impl On {
     /// What a rank could not do that has failed.
     pub(super) fn phase(self) -> Phase {
@@ -114,6 +95,10 @@ impl On {
 }
 
 impl Answer {
+    pub(super) fn is_yes(&self) -> bool {
+        matches!(self, Self::Yes)
+    }
+
     pub(super) fn ends(&self) -> &[End] {
         if let Self::Ends { reads, .. } = self { reads } else { &[] }
     }

@@ -6,7 +6,7 @@ use super::{
     cut::{Cut, TpRank, check_size, cut},
     error::SpecError,
 };
-use crate::extent::{product, sum};
+use crate::sizes::{product, sum};
 
 /// The order of gate and up within a fused gate-up weight or its output.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -7,7 +7,7 @@ use super::{
     cut::{Cut, Parallel, Part, Rows, TpRank, check_size, cut},
     error::SpecError,
 };
-use crate::extent::product;
+use crate::sizes::product;
 
 /// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the modules
 /// fused into its output.

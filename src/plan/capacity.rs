@@ -4,7 +4,7 @@ use super::{
     error::PlanError,
     thresholds::{MAX_EXPERTS, MAX_SLOTS, TOKENS_PER_TILE, WIDE_TILE, is_small_m},
 };
-use crate::{extent::product, model::MAX_RANK};
+use crate::{model::MAX_RANK, sizes::product};
 
 /// Upper bounds on batches and adapters. They size every buffer, so that no step allocates.
 ///

@@ -24,8 +24,8 @@ use super::{
 use crate::ffi;
 use crate::{
     DType,
-    extent::product,
     model::{ExpertsSite, ProjectionSite},
+    sizes::product,
 };
 
 /// Launch configurations of the operations on a layer's experts.

@@ -16,9 +16,9 @@ use super::{
 };
 use crate::{
     DType,
-    extent::product,
     ffi,
     model::{LinearSite, SliceSite},
+    sizes::product,
 };
 
 #[cfg(any(feature = "cuda", test))]

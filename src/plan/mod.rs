@@ -36,7 +36,7 @@ pub(crate) use self::{
     sharded::sharded_launch,
     thresholds::GroupedBy,
 };
-use crate::extent::product;
+use crate::sizes::product;
 
 /// What plans ask of a device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

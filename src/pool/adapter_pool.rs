@@ -9,8 +9,10 @@ use std::{
 
 use super::{
     AdapterId, Lease, Load, PoolError, Residency, Snapshot, StreamId, Version,
-    backend::{Backend, Call, Read},
-    core::{Core, Granted, Limits},
+    backend::Backend,
+    handles::Dropped,
+    messages::{Call, Granted, ReadEnd},
+    state::{Limits, State},
 };
 use crate::{
     Slot,
@@ -29,7 +31,7 @@ use crate::{
 /// ranks of a group are pools of one backend each.
 #[doc(alias = "LoRAModelManager")]
 pub struct AdapterPool<B: Backend> {
-    pub(super) core: Core,
+    pub(super) state: State,
     pub(crate) backend: B,
     drops: Receiver<Dropped>,
     dropped: Sender<Dropped>,
@@ -38,13 +40,6 @@ pub struct AdapterPool<B: Backend> {
 }
 
 type Then = Box<dyn FnOnce(Result<Version, PoolError>) + Send>;
-
-/// What somebody else has dropped.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Dropped {
-    Lease(Slot, StreamId),
-    Version(AdapterId),
-}
 
 impl<B: Backend> fmt::Debug for AdapterPool<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -61,14 +56,14 @@ impl<B: Backend> AdapterPool<B> {
 
     pub(crate) fn within(backend: B, limits: Limits) -> Result<Self, PoolError> {
         let (dropped, drops) = channel();
-        Ok(Self { core: Core::new(limits)?, backend, drops, dropped, loads: Vec::new() })
+        Ok(Self { state: State::new(limits)?, backend, drops, dropped, loads: Vec::new() })
     }
 
     /// The backend of a pool without adapters, its limits, and the number of its streams.
     pub(crate) fn into_backend(mut self) -> Result<(B, Limits, usize), PoolError> {
         self.poll();
-        match self.core.num_adapters() {
-            0 => Ok((self.backend, self.core.limits(), self.core.num_streams())),
+        match self.state.num_adapters() {
+            0 => Ok((self.backend, self.state.limits(), self.state.num_streams())),
             adapters => Err(SlotError::Loaded { adapters }.into()),
         }
     }
@@ -83,7 +78,7 @@ impl<B: Backend> AdapterPool<B> {
         self.backend.check()?;
         let id = AdapterId::unique();
         let bytes = self.backend.add(id, source)?;
-        self.core.register(id, bytes).inspect_err(|_| self.backend.remove(id))?;
+        self.state.register(id, bytes).inspect_err(|_| self.backend.remove(id))?;
         Ok(id)
     }
 
@@ -97,7 +92,7 @@ impl<B: Backend> AdapterPool<B> {
         // Before the end of its read is noted, which would hand out a version of an adapter that is not there.
         let removed = self.remove(id);
         self.notice();
-        self.core.sweep(&mut self.backend);
+        self.state.sweep(&mut self.backend);
         removed
     }
 
@@ -138,7 +133,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
     pub fn prefetch(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.begin(Call::Prefetch(id))?;
-        self.core.prefetch(id, &mut self.backend)
+        self.state.prefetch(id, &mut self.backend)
     }
 
     /// Like [`prefetch`](Self::prefetch), and forgets that the last load failed.
@@ -147,12 +142,12 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Unknown`].
     pub fn retry(&mut self, id: AdapterId) -> Result<Load, PoolError> {
         self.begin(Call::Retry(id))?;
-        self.core.retry(id, &mut self.backend)
+        self.state.retry(id, &mut self.backend)
     }
 
     /// The load of an adapter that is under way, whoever has started it; `None` if there is none.
     pub fn loading(&self, id: AdapterId) -> Option<Load> {
-        self.core.loading(id)
+        self.state.loading(id)
     }
 
     /// Keeps an adapter on the device once it is there. Does not load it.
@@ -161,7 +156,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Pinned`] if no slot, or no room for the largest of the other adapters, would be left. `Unknown`.
     pub fn pin(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.begin(Call::Pin(id, true))?;
-        self.core.set_pinned(id, true)
+        self.state.set_pinned(id, true)
     }
 
     /// Undoes [`pin`](Self::pin).
@@ -170,7 +165,7 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::Unknown`].
     pub fn unpin(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.begin(Call::Pin(id, false))?;
-        self.core.set_pinned(id, false)
+        self.state.set_pinned(id, false)
     }
 
     /// Leases all adapters of a batch for launches on `stream`, or none: one lease for each id, in order. Ids may repeat.
@@ -183,8 +178,8 @@ impl<B: Backend> AdapterPool<B> {
     /// of a group that are not connected any more, or do different things.
     pub fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
         self.begin(Call::Prepare(ids, stream))?;
-        self.core.poll(&mut self.backend);
-        let granted = self.core.prepare(ids, stream, &mut self.backend)?;
+        self.state.poll(&mut self.backend);
+        let granted = self.state.prepare(ids, stream, &mut self.backend)?;
         // All leases exist before anything is enqueued for them, so that an error ends them all.
         let lease = |(&id, granted): (&AdapterId, &Granted)| Lease {
             id,
@@ -194,7 +189,7 @@ impl<B: Backend> AdapterPool<B> {
         };
         let leases = ids.iter().zip(&granted).map(lease).collect();
         self.backend.point(&granted, stream)?;
-        granted.iter().for_each(|granted| self.core.open(granted.slot, stream));
+        granted.iter().for_each(|granted| self.state.open(granted.slot, stream));
         Ok(leases)
     }
 
@@ -216,25 +211,25 @@ impl<B: Backend> AdapterPool<B> {
     /// [`PoolError::NoSuchStream`]; [`PoolError::Load`], as for [`prepare`](Self::prepare).
     pub fn end_step(&mut self, stream: StreamId) -> Result<(), PoolError> {
         self.begin(Call::EndStep(stream))?;
-        self.core.end_step(stream, &mut self.backend)
+        self.state.end_step(stream, &mut self.backend)
     }
 
     /// Takes note of reads, copies and leases that have ended, frees memory and continues prefetches. Every other call
     /// but reports does so, too.
     pub fn poll(&mut self) {
         self.notice();
-        self.core.poll(&mut self.backend);
+        self.state.poll(&mut self.backend);
     }
 
     /// Blocks this thread until a read has ended, or for `timeout`. Returns whether one has. Returns `false` at once if none is under
     /// way, also while a copy to the device is. On the ranks of a group a read ends when it has on all of them, and this may take up
     /// to `timeout` for each step in which some come nearer to it.
     pub fn wait(&mut self, timeout: Duration) -> bool {
-        if self.core.reads() == 0 {
+        if self.state.reads() == 0 {
             // The next read may begin where a copy has ended.
             self.poll();
         }
-        if self.core.reads() == 0 {
+        if self.state.reads() == 0 {
             return false;
         }
         let has_ended = self.notice_ends(Some(timeout));
@@ -311,34 +306,34 @@ impl<B: Backend> AdapterPool<B> {
     /// The table of a compute stream, to make layers of and, on CUDA, to capture; `None` if the stream belongs to another pool. On the
     /// CPU, all streams have it in common. The pool alone loads, unloads and [steps](Self::step).
     pub fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
-        if self.core.has_stream(stream) { self.backend.weights(stream) } else { None }
+        if self.state.has_stream(stream) { self.backend.weights(stream) } else { None }
     }
 
     /// The state of the pool and its counters. Takes time for each slot.
     pub fn snapshot(&self) -> Snapshot {
-        self.core.snapshot()
+        self.state.snapshot()
     }
 
     /// Where an adapter is; `None` if it is not registered.
     pub fn residency(&self, id: AdapterId) -> Option<Residency> {
-        self.core.residency_of(id)
+        self.state.residency_of(id)
     }
 
     /// Where all registered adapters are, by id. For routers that place requests.
     pub fn residencies(&self) -> Vec<Residency> {
-        self.core.residencies()
+        self.state.residencies()
     }
 
     pub(crate) fn new_stream(&mut self) -> StreamId {
-        self.core.add_stream()
+        self.state.add_stream()
     }
 
     /// Rejects slots that no lease of the stream holds with the adapters that they name.
     fn check_leased(&self, stream: StreamId, slots: &[Slot]) -> Result<(), OperandError> {
-        if !self.core.has_stream(stream) {
+        if !self.state.has_stream(stream) {
             return Err(OperandError::NoSuchStream { stream });
         }
-        let stray = slots.iter().find(|slot| !self.core.is_open(**slot, stream));
+        let stray = slots.iter().find(|slot| !self.state.is_open(**slot, stream));
         stray.map_or(Ok(()), |&slot| Err(OperandError::NotLeased { slot }))
     }
 
@@ -354,7 +349,7 @@ impl<B: Backend> AdapterPool<B> {
         self.notice_drops();
         self.notice_ends(None);
         if let Err(error) = self.backend.check() {
-            self.core.stop(error.into_load());
+            self.state.stop(error.into_load());
         }
         let has_ended = |(version, _): &mut (Version, Then)| !matches!(version.load().has_ended(), Ok(false));
         let ended: Vec<_> = self.loads.extract_if(.., has_ended).collect();
@@ -372,7 +367,7 @@ impl<B: Backend> AdapterPool<B> {
                 Dropped::Lease(slot, stream) => {
                     if let Some(slot) = slot.index() {
                         self.backend.called(Call::Release(slot, stream));
-                        self.core.release(slot, stream);
+                        self.state.release(slot, stream);
                     }
                 }
                 // It may have been unregistered by its id.
@@ -383,7 +378,7 @@ impl<B: Backend> AdapterPool<B> {
 
     fn remove(&mut self, id: AdapterId) -> Result<(), PoolError> {
         self.backend.called(Call::Unregister(id));
-        self.core.unregister(id, &mut self.backend)?;
+        self.state.unregister(id, &mut self.backend)?;
         self.backend.remove(id);
         Ok(())
     }
@@ -392,7 +387,7 @@ impl<B: Backend> AdapterPool<B> {
     fn notice_ends(&mut self, wait: Option<Duration>) -> bool {
         self.backend.notice(wait);
         while let Some(number) = self.backend.next_copied() {
-            self.core.has_copied(number);
+            self.state.has_copied(number);
         }
         let mut has_ended = false;
         while let Some(read) = self.backend.next_read() {
@@ -403,8 +398,8 @@ impl<B: Backend> AdapterPool<B> {
     }
 
     /// Takes note of a read that has ended.
-    pub(super) fn take(&mut self, read: Read) {
-        self.core.has_read(read, &mut self.backend);
+    pub(super) fn take(&mut self, read: ReadEnd) {
+        self.state.has_read(read, &mut self.backend);
     }
 }
 

@@ -14,14 +14,14 @@ use std::{
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::{AdapterId, PoolConfig, PoolError, Read as Ended, Source};
+use super::{AdapterId, PoolConfig, PoolError, ReadEnd, Source};
 use crate::{
     DType,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
-    blocks,
+    arena::blocks,
     error::{LoadError, SlotError, panic_message},
-    extent::round_up,
     model::{Model, TpRank},
+    sizes::round_up,
     slots::Bounds,
 };
 
@@ -128,14 +128,14 @@ impl<P: Send + 'static> HostTier<P> {
         self.bounds.model.tp()
     }
 
-    /// As [`Backend::shard`](super::Backend::shard).
+    /// As [`Backend::shard`](super::Executor::shard).
     pub(crate) fn shard(&self, source: &Source) -> Result<Source, LoadError> {
         let is_own = *source.model() == self.bounds.model;
         let source = if is_own { source.clone() } else { source.shard(&self.bounds.model)? };
         Ok(if self.tp().size() > 1 { source.of_group() } else { source })
     }
 
-    /// As [`Backend::add`](super::Backend::add).
+    /// As [`Backend::add`](super::Executor::add).
     pub(crate) fn add(&mut self, id: AdapterId, source: Source) -> Result<usize, PoolError> {
         source.check(&self.bounds)?;
         let bytes = block_bytes(source.bytes(), self.row_bytes);
@@ -164,17 +164,17 @@ impl<P: Send + 'static> HostTier<P> {
         self.loaders.start(id, Arc::clone(source), pack, seal);
     }
 
-    /// As [`Backend::notice`](super::Backend::notice).
+    /// As [`Backend::notice`](super::Executor::notice).
     pub(crate) fn notice(&mut self, wait: Option<Duration>) {
         self.ended.extend(wait.and_then(|wait| self.loaders.wait(wait)));
     }
 
-    /// As [`Backend::next_read`](super::Backend::next_read).
-    pub(crate) fn next_read(&mut self) -> Option<Ended> {
+    /// As [`Backend::next_read`](super::Executor::next_read).
+    pub(crate) fn next_read(&mut self) -> Option<ReadEnd> {
         let Loaded { id, time, result } = self.ended.pop_front().or_else(|| self.loaders.next())?;
         let fingerprint = result.as_ref().map_or(0, |(_, fingerprint)| *fingerprint);
         let result = result.map(|(packed, _)| drop(self.packed.insert(id, packed)));
-        Some(Ended { id, time, fingerprint, result })
+        Some(ReadEnd { id, time, fingerprint, result })
     }
 
     /// An adapter that has been read, and is not forgotten.

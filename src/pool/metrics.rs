@@ -95,7 +95,7 @@ mod tests {
 
     use crate::pool::{
         AdapterId,
-        core::{Core, Limits},
+        state::{Limits, State},
     };
 
     /// The values by name and labels.
@@ -131,15 +131,15 @@ mod tests {
     #[test]
     fn counters_and_gauges_are_those_of_the_snapshot() {
         let limits = Limits { num_slots: 2, arena_bytes: 1 << 20, host_bytes: 1 << 21, max_reads: 1 };
-        let mut core = Core::new(limits).unwrap();
+        let mut state = State::new(limits).unwrap();
         let id = AdapterId::unique();
-        core.register(id, 1000).unwrap();
-        core.set_pinned(id, true).unwrap();
-        core.counters.hits = 7;
-        core.counters.full = 3;
-        core.counters.host_evictions = 5;
+        state.register(id, 1000).unwrap();
+        state.set_pinned(id, true).unwrap();
+        state.counters.hits = 7;
+        state.counters.full = 3;
+        state.counters.host_evictions = 5;
         let values = Values::default();
-        with_local_recorder(&values, || core.snapshot().export("rank 0"));
+        with_local_recorder(&values, || state.snapshot().export("rank 0"));
         let values = values.0.into_inner().unwrap();
         let bits = |name: &str| values[name].load(Ordering::SeqCst);
         assert_eq!(bits("aril_pool_hits_total pool=rank 0"), 7);

@@ -4,25 +4,29 @@
 
 mod adapter_pool;
 mod backend;
-mod core;
 mod counters;
 mod error;
 mod handles;
+mod ids;
 mod loaders;
+mod messages;
 #[cfg(feature = "metrics")]
 mod metrics;
 mod source;
+mod state;
 
 pub use self::{
     adapter_pool::{AdapterPool, PoolConfig},
     backend::Backend,
     counters::{Counters, Residency, Snapshot, Tier},
     error::PoolError,
-    handles::{AdapterId, CacheNamespace, Lease, Load, StreamId, Version},
+    handles::{Lease, Load, Version},
+    ids::{AdapterId, CacheNamespace, StreamId},
     source::Source,
 };
 pub(crate) use self::{
-    backend::{Call, Copy, Read},
-    core::{Granted, Limits},
+    backend::Executor,
     loaders::{HostTier, arena_bytes},
+    messages::{Call, Granted, ReadEnd, Transfer},
+    state::Limits,
 };

@@ -9,14 +9,14 @@ use cudarc::driver::CudaEvent;
 
 use super::{LaunchError, Queue, Region, Relaxed};
 use crate::{
-    blocks::{Block, Blocks},
-    copies,
+    arena::blocks::{Block, Blocks},
+    arena::copies,
     error::LoadError,
     slots::Usage,
 };
 
 /// Device memory that is allocated in blocks of any size.
-pub(super) struct Arena {
+pub(in crate::cuda) struct Arena {
     queue: Queue,
     region: Region,
     free: Mutex<FreeList>,
@@ -36,7 +36,7 @@ impl fmt::Debug for Arena {
 }
 
 impl Arena {
-    pub(super) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn new(queue: &Queue, bytes: usize) -> Result<Self, LaunchError> {
         let blocks = Blocks::new("the arena's bytes", bytes)?;
         let region = Region::new(queue, blocks.usage().capacity)?;
         // Copies on other streams wait for the allocation.
@@ -45,7 +45,7 @@ impl Arena {
     }
 
     /// The queue that orders the memory's deallocation.
-    pub(super) fn queue(&self) -> &Queue {
+    pub(in crate::cuda) fn queue(&self) -> &Queue {
         &self.queue
     }
 
@@ -55,12 +55,12 @@ impl Arena {
     }
 
     /// Address of the memory.
-    pub(super) fn base(&self) -> u64 {
+    pub(in crate::cuda) fn base(&self) -> u64 {
         self.region.region().ptr
     }
 
     /// Work that precedes the first use of the memory.
-    pub(super) fn pending(&self) -> Vec<Arc<CudaEvent>> {
+    pub(in crate::cuda) fn pending(&self) -> Vec<Arc<CudaEvent>> {
         self.lock().pending.clone()
     }
 

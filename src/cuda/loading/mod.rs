@@ -1,24 +1,24 @@
-//! What is in the slots: weight tables, the arenas that they point into, loads, and pools of adapters.
+//! What is in the slots: weight tables, the arenas that they point into, and loads.
 
 mod arena;
 mod factors;
-mod part_copy;
-mod pool;
 mod staging;
 mod table;
 mod upload;
 
-pub(in crate::cuda) use self::table::Loaded;
+pub(in crate::cuda) use self::{
+    arena::Arena,
+    table::{Copied, Loaded, row_bytes},
+};
 pub use self::{
     factors::Factors,
-    pool::{AdapterPool, Tiers},
     staging::Staging,
     table::WeightTable,
     upload::{Filled, Reservation},
 };
 use super::{
-    LaunchError, Queue, RoutedBatch, Step, Workspace,
-    memory::{HostArena, HostPart, Kept, Pinned, Region},
+    LaunchError, Queue,
+    memory::{Kept, Pinned, Region},
     raw,
     stream::{OwnStream, Relaxed},
 };

@@ -12,7 +12,7 @@ use cudarc::driver::{CudaContext, CudaEvent};
 use super::{LaunchError, OwnStream, Pinned, Queue, raw::Stream};
 use crate::{
     adapter::{MIN_STAGING_BYTES, SlotImage},
-    copies::{Copies, CopyStream as _},
+    arena::copies::{Copies, CopyStream as _},
     error::LoadError,
 };
 

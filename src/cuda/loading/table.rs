@@ -16,13 +16,13 @@ use super::{
 use crate::{
     DType, Slot,
     adapter::SlotImage,
-    blocks::{self, Block},
-    copies::{Arena as _, Copies},
+    arena::blocks::{self, Block},
+    arena::copies::{Arena as _, Copies},
     error::{LoadError, OperandError, SlotError},
-    extent::product,
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
     routing::Batch,
+    sizes::product,
     slots::{Bounds, Contents, SlotInfo, Slots, Usage},
 };
 
@@ -65,6 +65,18 @@ impl fmt::Debug for WeightTable {
 }
 
 table_methods!(shared.slots);
+
+/// An adapter of a pool, in a block that ends with a row of descriptors.
+#[derive(Debug)]
+pub(in crate::cuda) struct Copied {
+    /// The end of the copy of block and row.
+    pub(in crate::cuda) copied: Arc<CudaEvent>,
+    /// Address of the descriptors.
+    pub(in crate::cuda) row: u64,
+    /// Size of the image.
+    pub(in crate::cuda) bytes: usize,
+    pub(in crate::cuda) max_rank: usize,
+}
 
 /// The slots of a step's batch, in which the batch's adapters are.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +131,7 @@ impl WeightTable {
     }
 
     /// A table with its factors in an arena that a pool shares among tables, and that may belong to another queue of the same context.
-    pub(super) fn sharing(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
+    pub(in crate::cuda) fn sharing(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
         Self::with(queue, bounds, arena, true)
     }
 
@@ -304,6 +316,43 @@ impl WeightTable {
         Ok(Arc::clone(changes.end_event()))
     }
 
+    /// Points a slot to the block and the descriptors of an adapter, in stream order, after its copy.
+    pub(in crate::cuda) fn point(&self, slot: usize, content: &Copied) -> Result<(), LaunchError> {
+        let Shared { queue, slots, .. } = &*self.shared;
+        queue.prepare()?;
+        let mut blocks = slots.lock();
+        slots.changing(&mut blocks, slot, || {
+            queue.stream().wait(&content.copied)?;
+            let row = self.shared.row(slot);
+            // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step of the stream.
+            unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
+            Ok::<_, LaunchError>(())
+        })?;
+        let replaced = slots.replace(&mut blocks, slot, content.bytes, content.max_rank, None);
+        replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: slot, max: slots.len() }.into())
+    }
+
+    /// Makes the rows of slots empty, in stream order. The event is recorded after it.
+    pub(in crate::cuda) fn clear(&self, slots: &[usize]) -> Result<CudaEvent, LaunchError> {
+        let queue = &self.shared.queue;
+        queue.prepare()?;
+        let cleared = queue.new_event()?;
+        for &slot in slots {
+            let row = self.shared.row(slot);
+            // SAFETY: the row belongs to this table, and the stream orders its uses.
+            unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
+        }
+        cleared.record(queue.stream())?;
+        Ok(cleared)
+    }
+
+    /// Takes note that a slot has no adapter. Its row is as it was.
+    pub(in crate::cuda) fn forget(&self, slot: usize) {
+        let Shared { slots, .. } = &*self.shared;
+        // Every slot of the pool is one of the table.
+        let _ = slots.take(&mut slots.lock(), slot);
+    }
+
     /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The operations of a step check the slots
     /// of its batch by themselves; with slots in device memory, an engine checks those that it meant after the operations: if that passes,
     /// every operation was enqueued before any of these slots changed.
@@ -384,12 +433,31 @@ impl Shared {
     }
 }
 
+impl Drop for Shared {
+    /// Makes the deallocation of another queue's arena wait for the work of this queue.
+    fn drop(&mut self) {
+        if self.queue.stream().cu_stream() == self.arena.queue().stream().cu_stream() {
+            return;
+        }
+        let done = self.queue.new_event().and_then(|done| {
+            self.queue.prepare()?;
+            done.record(self.queue.stream())?;
+            Ok(Arc::new(done))
+        });
+        match done {
+            Ok(done) => self.arena.give_back([], Some(done)),
+            // Without the event, the memory can never be freed.
+            Err(_) => std::mem::forget(Arc::clone(&self.arena)),
+        }
+    }
+}
+
 fn is_complete(event: &CudaEvent) -> bool {
     let _relaxed = Relaxed::new();
     event.is_complete()
 }
 
 /// The bytes of a slot's descriptors.
-pub(super) fn row_bytes(num_entries: usize) -> usize {
+pub(in crate::cuda) fn row_bytes(num_entries: usize) -> usize {
     product(&[num_entries, size_of::<Descriptor>()])
 }

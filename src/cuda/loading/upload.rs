@@ -9,7 +9,7 @@ use cudarc::driver::CudaEvent;
 use super::{LaunchError, OwnStream, Relaxed, Staging, arena::Arena, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
-    copies,
+    arena::copies,
     error::{LoadError, SlotError},
     slots::Bounds,
 };

@@ -9,7 +9,7 @@ use std::{any::Any, marker::PhantomData, mem::ManuallyDrop, ops::Range, sync::Ar
 
 use cudarc::driver::{CudaSlice, DevicePtrMut, DeviceRepr, ValidAsZeroBits, result};
 
-use super::{View, ViewMut, pinned::Pinned, view::Memory as _};
+use super::pinned::Pinned;
 use crate::{
     cuda::{
         LaunchError, Queue,
@@ -17,7 +17,7 @@ use crate::{
         stream::{self, Relaxed},
     },
     error::OperandError,
-    extent::MAX_BYTES,
+    sizes::MAX_BYTES,
 };
 
 /// Device memory on a queue that a captured [`Graph`](crate::cuda::Graph) can keep alive.
@@ -210,33 +210,8 @@ impl<T> PinnedBuffer<T> {
     }
 }
 
-impl Queue {
-    /// Enqueues a copy of `from` to the start of `to`. Never waits.
-    ///
-    /// # Errors
-    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or stream, or the engine captures the
-    /// stream.
-    pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
-        &self,
-        from: impl Into<View<'a, T>>,
-        to: impl Into<ViewMut<'a, T>>,
-    ) -> Result<(), LaunchError> {
-        let (mut from, mut to) = (from.into(), to.into());
-        check_len(from.len(), to.len())?;
-        from.check_queue("from", self)?;
-        to.check_queue("to", self)?;
-        self.prepare()?;
-        let bytes = from.len() * size_of::<T>();
-        let (source, _source_guard) = from.on(self)?;
-        let (target, _target_guard) = to.on(self)?;
-        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both belong to this stream,
-        // in whose order they are used and freed.
-        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
-    }
-}
-
 fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
-    Ok(crate::error::OperandError::within("the copy's elements", len, max)?)
+    Ok(OperandError::within("the copy's elements", len, max)?)
 }
 
 /// Memory that a captured graph keeps alive.

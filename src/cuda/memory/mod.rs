@@ -11,5 +11,5 @@ pub use self::{
 pub(in crate::cuda) use self::{
     buffer::{Kept, Region},
     pinned::{HostArena, HostPart, Pinned},
-    view::Memory,
+    view::{Memory, Operand},
 };

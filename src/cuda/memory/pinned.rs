@@ -7,14 +7,14 @@ use std::{fmt, ops::Range, sync::Arc};
 use cudarc::driver::{CudaContext, CudaEvent, result, sys};
 
 use crate::{
-    copies::{Copies, CopyStream, Lent},
+    arena::copies::{Copies, CopyStream, Lent},
     cuda::{
         LaunchError, Queue,
         raw::Stream,
         stream::{OwnStream, Relaxed},
     },
     error::OperandError,
-    extent::MAX_BYTES,
+    sizes::MAX_BYTES,
 };
 
 /// Page-locked host memory, and the event of its last use by the device. It may be made, used and dropped while streams are captured,

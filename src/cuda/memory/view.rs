@@ -1,17 +1,21 @@
 //! Operands: typed memory, and matrices in it.
 
+#![expect(unsafe_code, reason = "copies between operands")]
+
 use std::{marker::PhantomData, ops::Range, sync::Arc};
 
-use cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use cudarc::driver::{
+    CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop, result,
+};
 
 use super::buffer::{Kept, Region};
 use crate::{
     Element, Slices,
     cuda::{
-        Buffer, LaunchError, Queue, Step,
+        Buffer, LaunchError, Queue,
         raw::{self, RawMatrix},
-        steps::Operand,
     },
+    error::OperandError,
     extent::Extent,
     model::MAX_SLICES,
 };
@@ -27,12 +31,12 @@ pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
 #[derive(Debug)]
 enum Source<'a, T, V> {
     Borrowed(V),
-    Kept(Part<T>, PhantomData<&'a T>),
+    Kept(Elements<T>, PhantomData<&'a T>),
 }
 
 /// A range of a buffer's elements.
 #[derive(Debug)]
-struct Part<T> {
+struct Elements<T> {
     memory: Arc<Region<T>>,
     first: usize,
     len: usize,
@@ -40,7 +44,7 @@ struct Part<T> {
     _shared: Option<Arc<Buffer<T>>>,
 }
 
-impl<T> Part<T> {
+impl<T> Elements<T> {
     fn share(&self) -> Self {
         self.slice(0..self.len)
     }
@@ -64,7 +68,7 @@ impl<T> Buffer<T> {
     /// # Panics
     /// If the range is out of bounds.
     pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
-        View(Source::Kept(self.part(range), PhantomData))
+        View(Source::Kept(self.elements(range), PhantomData))
     }
 
     /// A range of elements, as input and output.
@@ -72,7 +76,7 @@ impl<T> Buffer<T> {
     /// # Panics
     /// If the range is out of bounds.
     pub fn slice_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
-        ViewMut(Source::Kept(self.part(range), PhantomData))
+        ViewMut(Source::Kept(self.elements(range), PhantomData))
     }
 
     /// The elements before `mid` and those from `mid` on, such as the input and the output of an operation in one buffer.
@@ -91,14 +95,14 @@ impl<T> Buffer<T> {
     pub fn split_at_mut(&mut self, mid: usize) -> (ViewMut<'_, T>, ViewMut<'_, T>) {
         let len = self.len();
         assert!(mid <= len, "the buffer must have the elements before `mid`");
-        let [first, second] = [0..mid, mid..len].map(|range| ViewMut(Source::Kept(self.part(range), PhantomData)));
+        let [first, second] = [0..mid, mid..len].map(|range| ViewMut(Source::Kept(self.elements(range), PhantomData)));
         (first, second)
     }
 
-    fn part(&self, range: Range<usize>) -> Part<T> {
+    fn elements(&self, range: Range<usize>) -> Elements<T> {
         assert!(range.start <= range.end && range.end <= self.len(), "the range must be in the buffer");
         let first = self.range.start + range.start;
-        Part { memory: Arc::clone(&self.memory), first, len: range.len(), _shared: None }
+        Elements { memory: Arc::clone(&self.memory), first, len: range.len(), _shared: None }
     }
 }
 
@@ -143,8 +147,8 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
 /// ```
 impl<T> From<Arc<Buffer<T>>> for View<'static, T> {
     fn from(buffer: Arc<Buffer<T>>) -> Self {
-        let part = buffer.part(0..buffer.len());
-        Self(Source::Kept(Part { _shared: Some(buffer), ..part }, PhantomData))
+        let part = buffer.elements(0..buffer.len());
+        Self(Source::Kept(Elements { _shared: Some(buffer), ..part }, PhantomData))
     }
 }
 
@@ -211,10 +215,13 @@ impl<T> ViewMut<'_, T> {
 /// An address, and the guard of cudarc's memory.
 pub(in crate::cuda) type Placed<'s> = (u64, Option<SyncOnDrop<'s>>);
 
+/// An operand's name in errors, and its memory.
+pub(in crate::cuda) type Operand<'o> = (&'static str, &'o mut dyn Memory);
+
 /// Device memory that operations use.
 pub(in crate::cuda) trait Memory {
     /// Rejects memory of another context or stream. In a captured step, also rejects borrowed memory.
-    fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError>;
+    fn check(&self, operand: &'static str, queue: &Queue, is_captured: bool) -> Result<(), LaunchError>;
 
     /// The memory that a captured step must keep alive.
     fn kept(&self) -> Option<Kept>;
@@ -254,10 +261,10 @@ view!(ViewMut);
 macro_rules! memory {
     ($view:ty, $device_ptr:ident, $($borrow:tt)+) => {
         impl<T: Send + Sync + 'static> Memory for $view {
-            fn check(&self, operand: &'static str, step: &Step<'_>) -> Result<(), LaunchError> {
+            fn check(&self, operand: &'static str, queue: &Queue, is_captured: bool) -> Result<(), LaunchError> {
                 match &self.0 {
-                    Source::Borrowed(_) if step.is_captured() => Err(LaunchError::NotKept { operand }),
-                    _ => self.check_queue(operand, step.queue()),
+                    Source::Borrowed(_) if is_captured => Err(LaunchError::NotKept { operand }),
+                    _ => self.check_queue(operand, queue),
                 }
             }
 
@@ -285,6 +292,31 @@ macro_rules! memory {
 memory!(View<'_, T>, device_ptr, &);
 memory!(&View<'_, T>, device_ptr, &);
 memory!(ViewMut<'_, T>, device_ptr_mut, &mut);
+
+impl Queue {
+    /// Enqueues a copy of `from` to the start of `to`. Never waits.
+    ///
+    /// # Errors
+    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or stream, or the engine captures the
+    /// stream.
+    pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
+        &self,
+        from: impl Into<View<'a, T>>,
+        to: impl Into<ViewMut<'a, T>>,
+    ) -> Result<(), LaunchError> {
+        let (mut from, mut to) = (from.into(), to.into());
+        OperandError::within("the copy's elements", from.len(), to.len())?;
+        from.check_queue("from", self)?;
+        to.check_queue("to", self)?;
+        self.prepare()?;
+        let bytes = from.len() * size_of::<T>();
+        let (source, _source_guard) = from.on(self)?;
+        let (target, _target_guard) = to.on(self)?;
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both belong to this stream,
+        // in whose order they are used and freed.
+        Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
+    }
+}
 
 /// A row-major input matrix in device memory.
 #[derive(Debug)]

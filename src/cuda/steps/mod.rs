@@ -3,8 +3,9 @@
 mod routing;
 mod step;
 
-pub(in crate::cuda) use self::step::{Checked, Moment, Operand, join};
+pub(in crate::cuda) use self::step::{Checked, Moment, join};
 pub use self::{
     routing::{RoutedBatch, Routing},
     step::{Graph, Step, Workspace},
 };
+pub(in crate::cuda) use super::memory::Operand;

@@ -20,7 +20,7 @@ use crate::{
     cuda::{
         LaunchError, Queue, View, ViewMut, WeightTable,
         loading::Loaded,
-        memory::{Kept, Memory, Region},
+        memory::{Kept, Operand, Region},
         operations::Groups,
         raw,
         stream::{OwnStream, Relaxed},
@@ -159,7 +159,7 @@ impl<'a> Step<'a> {
         &self,
         operands: [Option<Operand<'o>>; N],
     ) -> Result<Checked<'_, 'o, N>, LaunchError> {
-        operands.iter().flatten().try_for_each(|(name, memory)| memory.check(name, self))?;
+        operands.iter().flatten().try_for_each(|(name, memory)| memory.check(name, &self.queue, self.is_captured()))?;
         self.loaded.check()?;
         self.prepare()?;
         Ok(Checked { step: self, operands })
@@ -235,9 +235,6 @@ impl<'a> Step<'a> {
         self.raw.batch
     }
 }
-
-/// An operand's name in errors, and its memory.
-pub(in crate::cuda) type Operand<'o> = (&'static str, &'o mut dyn Memory);
 
 /// The operands of an operation, one after the other; `N` is the number of all.
 pub(in crate::cuda) fn join<'o, const N: usize>(

@@ -24,8 +24,8 @@ use super::{
 };
 use crate::{
     DType,
-    extent::product,
     model::{LinearSite, SliceSite},
+    sizes::product,
 };
 
 /// Launch configuration of a linear layer.

@@ -2,19 +2,19 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{Core, Entry, Granted};
+use super::{Entry, State};
 use crate::{
-    blocks,
-    pool::{AdapterId, PoolError, StreamId, backend::Backend},
+    arena::blocks,
+    pool::{AdapterId, PoolError, StreamId, backend::Executor, messages::Granted},
 };
 
-impl Core {
+impl State {
     /// Leases all adapters of a batch for a step on `stream`, or none. No adapter of the batch is evicted for another one.
     pub(crate) fn prepare(
         &mut self,
         ids: &[AdapterId],
         stream: StreamId,
-        backend: &mut impl Backend,
+        backend: &mut impl Executor,
     ) -> Result<Vec<Granted>, PoolError> {
         if !self.device.has_stream(stream) {
             return Err(PoolError::NoSuchStream { stream });
@@ -85,7 +85,12 @@ impl Core {
     }
 
     /// Brings the missing adapters of the current batch `ids` to the device, or says why they cannot all be there.
-    fn bring(&mut self, ids: &[AdapterId], missing: &[AdapterId], backend: &mut impl Backend) -> Result<(), PoolError> {
+    fn bring(
+        &mut self,
+        ids: &[AdapterId],
+        missing: &[AdapterId],
+        backend: &mut impl Executor,
+    ) -> Result<(), PoolError> {
         if missing.is_empty() {
             return Ok(());
         }
@@ -145,7 +150,7 @@ impl Core {
     }
 
     /// Copies everything to the device anew, because the free memory is in pieces and nothing is in use.
-    fn rearrange(&mut self, backend: &mut impl Backend) {
+    fn rearrange(&mut self, backend: &mut impl Executor) {
         let ids: Vec<_> = self.device.occupied().map(|place| place.id).collect();
         for id in ids {
             self.evict(id, backend);

@@ -7,10 +7,34 @@ use std::{
 };
 
 use crate::{
-    extent::{product, round_up, sum},
     plan::PlanError,
-    slots::Usage,
+    sizes::{product, round_up, sum},
 };
+
+/// Memory use of a weight table, in bytes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Usage {
+    /// Size of the arena.
+    pub capacity: usize,
+    /// Loaded and reserved bytes. On the CPU they may exceed the capacity while steps have adapters of a pool that others have replaced.
+    pub used: usize,
+    /// Size of the largest free block.
+    pub largest_gap: usize,
+}
+
+impl Usage {
+    /// Free bytes, in one block or several.
+    pub const fn free(&self) -> usize {
+        self.capacity.saturating_sub(self.used)
+    }
+
+    /// The part of the free bytes outside the largest free block, from 0 to 1.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    pub fn fragmentation(&self) -> f64 {
+        if self.free() == 0 { 0.0 } else { 1.0 - self.largest_gap as f64 / self.free() as f64 }
+    }
+}
 
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;

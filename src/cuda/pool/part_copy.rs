@@ -6,8 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::{CudaEvent, result};
 
-use super::{LaunchError, OwnStream, Queue, Relaxed};
-use crate::{copies::Copies, error::OperandError};
+use crate::{
+    arena::copies::Copies,
+    cuda::{
+        LaunchError, Queue,
+        stream::{OwnStream, Relaxed},
+    },
+    error::OperandError,
+};
 
 /// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
 /// the copy at any time.

@@ -4,9 +4,12 @@ use std::collections::BTreeMap;
 
 use crate::{
     Slot,
-    blocks::{self, Block, Blocks},
+    arena::blocks::{self, Block, Blocks},
     plan::PlanError,
-    pool::{AdapterId, StreamId, backend::Copy},
+    pool::{
+        AdapterId, StreamId,
+        messages::{Granted, Transfer},
+    },
 };
 
 /// The slots and the arena of the device.
@@ -16,18 +19,17 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(super) blocks: Blocks,
-    slots: Vec<Place>,
+    slots: Vec<SlotState>,
     /// Steps that have ended, by stream.
     ended: Vec<u64>,
     /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after the last end of a step.
     open: Vec<Vec<usize>>,
     copies: u64,
-    pub(super) rules: Rules,
 }
 
 /// A slot.
 #[derive(Debug, Default)]
-struct Place {
+struct SlotState {
     content: Option<Content>,
     /// By stream.
     uses: Vec<Use>,
@@ -58,19 +60,6 @@ struct Use {
     is_open: bool,
 }
 
-/// A lease that was granted.
-#[derive(Clone, Copy, Debug)]
-#[expect(unnameable_types, reason = "of a sealed trait")]
-pub struct Granted {
-    pub(crate) slot: usize,
-    /// The slot with the adapter, as batches name it.
-    pub(crate) content: Slot,
-    /// Number of the copy that brought the adapter.
-    pub(crate) number: u64,
-    /// Whether the copy has not ended yet.
-    pub(crate) is_copying: bool,
-}
-
 /// The content of a slot, for reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Occupied {
@@ -83,11 +72,10 @@ impl Device {
     pub(super) fn new(num_slots: usize, arena_bytes: usize) -> Result<Self, PlanError> {
         Ok(Self {
             blocks: Blocks::new("the arena's bytes", arena_bytes)?,
-            slots: (0..num_slots).map(|_| Place::default()).collect(),
+            slots: (0..num_slots).map(|_| SlotState::default()).collect(),
             ended: Vec::new(),
             open: Vec::new(),
             copies: 0,
-            rules: Rules::default(),
         })
     }
 
@@ -114,10 +102,10 @@ impl Device {
     /// Takes note of the end of a step's launches. Later steps of the stream may not use slots whose leases have ended.
     pub(super) fn end_step(&mut self, stream: StreamId) {
         self.ended[stream.0] += 1;
-        let Self { open, slots, rules, .. } = self;
+        let Self { open, slots, .. } = self;
         open[stream.0].retain(|&slot| {
             let usage = &mut slots[slot].uses[stream.0];
-            usage.is_open = usage.leases > 0 || !rules.holds(Rule::Close);
+            usage.is_open = usage.leases > 0;
             usage.is_open
         });
     }
@@ -133,8 +121,7 @@ impl Device {
     pub(super) fn is_open(&self, slot: Slot, stream: StreamId) -> bool {
         let Some(index) = slot.index() else { return true };
         self.slots.get(index).is_some_and(|place| {
-            let is_there = |content: &Content| content.slot == slot || !self.rules.holds(Rule::Content);
-            place.uses[stream.0].is_open && place.content.as_ref().is_some_and(is_there)
+            place.uses[stream.0].is_open && place.content.as_ref().is_some_and(|content| content.slot == slot)
         })
     }
 
@@ -164,23 +151,21 @@ impl Device {
         content.leases -= 1;
         place.uses[stream.0].leases -= 1;
         if content.leases == 0 {
-            let next = u64::from(self.rules.holds(Rule::EndStep));
-            let streams = if self.rules.holds(Rule::EveryStream) { usize::MAX } else { 1 };
+            // Launches may follow the end of the lease until the next end of a step, on every stream that the slot was leased for.
             let leased = place.uses.iter_mut().zip(&self.ended).filter(|(usage, _)| usage.leased);
-            leased.take(streams).for_each(|(usage, ended)| usage.end = ended + next);
+            leased.for_each(|(usage, ended)| usage.end = ended + 1);
         }
     }
 
     /// Whether an adapter is in the slot, and may be evicted.
     pub(super) fn is_idle(&self, slot: usize) -> bool {
-        (!self.is_copying(slot) || !self.rules.holds(Rule::Copying)) && self.is_unused(slot)
+        !self.is_copying(slot) && self.is_unused(slot)
     }
 
     /// Whether an adapter is in the slot, and may be evicted once its copy has ended.
     fn is_unused(&self, slot: usize) -> bool {
-        let Place { content: Some(content), uses } = &self.slots[slot] else { return false };
-        let is_released = content.leases == 0 || !self.rules.holds(Rule::Leases);
-        is_released && uses.iter().zip(&self.ended).all(|(usage, &ended)| ended >= usage.end)
+        let SlotState { content: Some(content), uses } = &self.slots[slot] else { return false };
+        content.leases == 0 && uses.iter().zip(&self.ended).all(|(usage, &ended)| ended >= usage.end)
     }
 
     /// Whether nothing on the device is in use.
@@ -227,14 +212,14 @@ impl Device {
     }
 
     /// Takes a free slot and block for an adapter, if there are any. Returns its copy without the source.
-    pub(super) fn take(&mut self, id: AdapterId, bytes: usize) -> Option<Copy> {
+    pub(super) fn take(&mut self, id: AdapterId, bytes: usize) -> Option<Transfer> {
         let slot = self.slots.iter().position(|place| place.content.is_none())?;
         let block = self.blocks.allocate(bytes)?;
         self.copies += 1;
         let (to, number) = (block.range(), self.copies);
         let content = Content { id, block, number, slot: Slot::filled(slot), is_copying: true, leases: 0 };
         self.slots[slot].content = Some(content);
-        Some(Copy { id, from: 0..0, to, slot, number })
+        Some(Transfer { id, from: 0..0, to, slot, number })
     }
 
     pub(super) fn has_copied(&mut self, number: u64) -> Option<AdapterId> {
@@ -279,7 +264,7 @@ pub(super) enum HostPlace {
     Reading {
         block: Block,
         /// The copy that the read makes meanwhile. Its slot has no leases yet.
-        copy: Option<Copy>,
+        copy: Option<Transfer>,
     },
     Ready {
         block: Block,
@@ -325,47 +310,5 @@ impl Host {
     /// The least recently used adapter that may be evicted.
     pub(super) fn victim(&self, may_evict: impl Fn(AdapterId) -> bool) -> Option<AdapterId> {
         self.by_use.values().copied().find(|&id| may_evict(id))
-    }
-}
-
-/// A rule for overwriting memory. Tests break each of them to show that its violation is seen.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Rule {
-    /// A leased slot is not overwritten.
-    Leases,
-    /// Launches may follow the end of a lease until the next end of a step.
-    EndStep,
-    /// So they may on every stream that the slot was leased for.
-    EveryStream,
-    /// A block is not overwritten while it is being copied to.
-    Copying,
-    /// Steps may not use a slot after the end of a step that follows the last lease of their stream.
-    Close,
-    /// Nor with the slot of a lease of another adapter.
-    Content,
-    /// A host block is not overwritten while it is being copied from.
-    Source,
-    /// An adapter that is being read has no slot for leases, even if parts of it have been copied.
-    Whole,
-    /// A read whose copy has been enqueued as a whole keeps its room on the device.
-    Revoke,
-}
-
-/// The rules that hold: all of them, except in tests.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Rules {
-    #[cfg(test)]
-    pub(crate) broken: Option<Rule>,
-}
-
-impl Rules {
-    #[cfg(test)]
-    pub(super) fn holds(self, rule: Rule) -> bool {
-        self.broken != Some(rule)
-    }
-
-    #[cfg(not(test))]
-    pub(super) const fn holds(self, _rule: Rule) -> bool {
-        true
     }
 }

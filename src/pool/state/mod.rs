@@ -1,4 +1,4 @@
-//! The pool's decisions, without memory, threads or a device: a [`Backend`] carries them out.
+//! The state of a pool and its decisions, without memory, threads or a device: an [`Executor`] carries them out.
 
 mod batch;
 mod device;
@@ -17,16 +17,15 @@ use std::{
     sync::Arc,
 };
 
-use self::device::{Device, HostPlace};
-pub(crate) use self::device::{Granted, Host, Rule};
+use self::device::{Device, Host, HostPlace};
 use super::{
-    AdapterId, Counters, Load, PoolError, Residency, Snapshot, StreamId, Tier, backend::Backend, handles::Loading,
+    AdapterId, Counters, Load, PoolError, Residency, Snapshot, StreamId, Tier, backend::Executor, handles::Loading,
 };
 use crate::{Slot, error::LoadError, plan::PlanError};
 
 /// Which adapters are where, and what happens next.
 #[derive(Debug)]
-pub(crate) struct Core {
+pub(crate) struct State {
     device: Device,
     host: Host,
     adapters: HashMap<AdapterId, Entry>,
@@ -75,7 +74,7 @@ struct Entry {
     loading: Option<Loading>,
 }
 
-impl Core {
+impl State {
     pub(crate) fn new(limits: Limits) -> Result<Self, PlanError> {
         let mut device = Device::new(limits.num_slots, limits.arena_bytes)?;
         device.add_stream();
@@ -88,7 +87,7 @@ impl Core {
             reads: 0,
             max_reads: limits.max_reads,
             uses: 0,
-            // No adapter has been in it, or in the one before.
+            // An adapter that was in no batch has 0, which is neither this batch nor the one before.
             batch: 2,
             pins: 0,
             counters: Counters::default(),
@@ -112,7 +111,7 @@ impl Core {
     }
 
     /// Forgets an adapter: at once for new requests, and its memory once nothing uses it.
-    pub(crate) fn unregister(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<(), PoolError> {
+    pub(crate) fn unregister(&mut self, id: AdapterId, backend: &mut impl Executor) -> Result<(), PoolError> {
         self.set_pinned(id, false)?;
         let entry = self.registered(id)?;
         entry.is_gone = true;
@@ -126,7 +125,7 @@ impl Core {
     }
 
     /// Starts the way up to the device, unless the last load failed.
-    pub(crate) fn prefetch(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<Load, PoolError> {
+    pub(crate) fn prefetch(&mut self, id: AdapterId, backend: &mut impl Executor) -> Result<Load, PoolError> {
         match &self.registered(id)?.failure {
             Some(error) => Err(PoolError::Failed { id, error: Arc::clone(error) }),
             None => self.retry(id, backend),
@@ -134,7 +133,7 @@ impl Core {
     }
 
     /// Starts the way up to the device. A failure of the last load is forgotten.
-    pub(crate) fn retry(&mut self, id: AdapterId, backend: &mut impl Backend) -> Result<Load, PoolError> {
+    pub(crate) fn retry(&mut self, id: AdapterId, backend: &mut impl Executor) -> Result<Load, PoolError> {
         self.registered(id)?.failure = None;
         self.touch(id);
         self.enqueue(id, VecDeque::push_back);
@@ -211,7 +210,7 @@ impl Core {
     }
 
     /// Takes note of the end of a step's launches on a stream.
-    pub(crate) fn end_step(&mut self, stream: StreamId, backend: &mut impl Backend) -> Result<(), PoolError> {
+    pub(crate) fn end_step(&mut self, stream: StreamId, backend: &mut impl Executor) -> Result<(), PoolError> {
         if !self.device.has_stream(stream) {
             return Err(PoolError::NoSuchStream { stream });
         }
@@ -221,7 +220,7 @@ impl Core {
     }
 
     /// Frees what is no longer used, and continues what waits for room.
-    pub(crate) fn poll(&mut self, backend: &mut impl Backend) {
+    pub(crate) fn poll(&mut self, backend: &mut impl Executor) {
         self.sweep(backend);
         self.advance(backend);
     }
@@ -240,14 +239,14 @@ impl Core {
     }
 
     /// Frees the memory of unregistered adapters that nothing uses.
-    pub(crate) fn sweep(&mut self, backend: &mut impl Backend) {
+    pub(crate) fn sweep(&mut self, backend: &mut impl Executor) {
         let mut gone = std::mem::take(&mut self.gone);
         gone.retain(|&id| !self.remove(id, backend));
         self.gone = gone;
     }
 
     /// Frees what nothing uses of an adapter's memory. Returns whether it had no other.
-    fn remove(&mut self, id: AdapterId, backend: &mut impl Backend) -> bool {
+    fn remove(&mut self, id: AdapterId, backend: &mut impl Executor) -> bool {
         let Some(entry) = self.adapters.get(&id) else { return true };
         if entry.slot.is_some_and(|slot| self.device.is_idle(slot)) && backend.may_evict() {
             self.evict(id, backend);
@@ -265,7 +264,7 @@ impl Core {
     }
 
     /// Empties the slot of an idle adapter.
-    fn evict(&mut self, id: AdapterId, backend: &mut impl Backend) {
+    fn evict(&mut self, id: AdapterId, backend: &mut impl Executor) {
         if let Some(slot) = self.adapters.get_mut(&id).and_then(|entry| entry.slot.take()) {
             self.device.evict(slot);
             backend.evict(slot);
@@ -273,7 +272,7 @@ impl Core {
     }
 
     /// Frees the host memory of an adapter that is not being copied.
-    fn forget(&mut self, id: AdapterId, backend: &mut impl Backend) {
+    fn forget(&mut self, id: AdapterId, backend: &mut impl Executor) {
         let Some(entry) = self.adapters.get_mut(&id) else { return };
         if let HostPlace::Ready { block } = std::mem::take(&mut entry.host) {
             self.host.remove(entry.last_use);
@@ -287,7 +286,7 @@ impl Core {
     }
 }
 
-impl Core {
+impl State {
     /// The state of the pool. Takes time for each slot, and none for adapters elsewhere.
     pub(crate) fn snapshot(&self) -> Snapshot {
         let mut snapshot = Snapshot {

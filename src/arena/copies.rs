@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use crate::blocks::Block;
+use crate::arena::blocks::Block;
 
 /// A device stream.
 pub(crate) trait CopyStream {
@@ -178,7 +178,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::blocks::Blocks;
+    use crate::arena::blocks::Blocks;
 
     /// A stream whose work runs only when somebody waits for it.
     #[derive(Debug, Default)]

@@ -10,12 +10,12 @@ use std::{
 
 use crate::{
     Slot,
-    blocks::GRANULE_BYTES,
+    arena::blocks::GRANULE_BYTES,
     error::{LoadError, OperandError, SlotError},
     pool::{
         AdapterId, PoolError, StreamId,
-        backend::{Backend, Copy, Read},
-        core::Granted,
+        backend::{Backend, Executor},
+        messages::{Granted, ReadEnd, Transfer},
     },
 };
 
@@ -45,11 +45,11 @@ enum Work {
     WaitForCopy(u64),
     /// Waits until a stream has emptied this many rows.
     WaitForClear(StreamId, usize),
-    BeginCopy(Copy),
+    BeginCopy(Transfer),
     /// Copies a granule of an adapter that is being read.
-    Part(Copy, usize),
-    EndCopy(Copy),
-    EndParts(Copy),
+    Part(Transfer, usize),
+    EndCopy(Transfer),
+    EndParts(Transfer),
     /// Points the slot's row of this stream to a block, which has this adapter.
     Point(usize, Range<usize>, AdapterId),
     /// Empties the slot's row of this stream.
@@ -70,7 +70,7 @@ struct Reading {
     /// Granules that are packed.
     packed: usize,
     /// The copy that it makes meanwhile.
-    copy: Option<Copy>,
+    copy: Option<Transfer>,
     is_revoked: bool,
     /// How it ended, once it has.
     end: Option<bool>,
@@ -91,13 +91,13 @@ pub(super) struct TestDevice {
     clears: Vec<[usize; 2]>,
     /// By stream and slot: the copy that was enqueued last for the row.
     pointed: Vec<Vec<u64>>,
-    copies: Vec<Copy>,
+    copies: Vec<Transfer>,
     /// Whether the end of a copy has been enqueued, by number from 1.
     enqueued: Vec<bool>,
     /// Whether a copy has run, by number from 1.
     copied: Vec<bool>,
     /// Reads that have ended, and copies that have run, for the pool to notice.
-    told: VecDeque<Read>,
+    told: VecDeque<ReadEnd>,
     news: VecDeque<u64>,
     pub(super) broken: Option<Obligation>,
     /// Whether a stream is being captured, so that no slot can be emptied.
@@ -231,7 +231,7 @@ impl TestDevice {
         self.end_read(read, is_good);
         let Reading { id, fingerprint, end, .. } = self.reads.swap_remove(read);
         let result = if end.unwrap() { Ok(()) } else { Err(SlotError::OtherTable.into()) };
-        self.told.push_back(Read { id, time: Duration::ZERO, fingerprint, result });
+        self.told.push_back(ReadEnd { id, time: Duration::ZERO, fingerprint, result });
     }
 
     /// Runs the next work of a stream, unless it must wait. Returns whether it ran.
@@ -294,7 +294,7 @@ impl TestDevice {
     }
 
     /// Takes note of a copy. Returns whether it can be enqueued.
-    fn number(&mut self, copy: &Copy) -> bool {
+    fn number(&mut self, copy: &Transfer) -> bool {
         assert_eq!(index(copy.number), self.copies.len(), "copies are numbered");
         self.copies.push(copy.clone());
         self.enqueued.push(false);
@@ -325,7 +325,7 @@ impl TestDevice {
     }
 }
 
-/// Tests register adapters with the [core](super::Core).
+/// Tests register adapters with the [state](super::State).
 impl Backend for TestDevice {
     /// The size of its block in bytes.
     type Source = usize;
@@ -344,13 +344,27 @@ impl Backend for TestDevice {
         Ok(bytes)
     }
 
+    fn weights(&self, _stream: StreamId) -> Option<&()> {
+        None
+    }
+
+    fn slots((): &()) -> &[Slot] {
+        &[]
+    }
+
+    fn step(&self, _stream: StreamId, (): &(), (): &mut ()) -> Result<(), OperandError> {
+        Ok(())
+    }
+}
+
+impl Executor for TestDevice {
     fn remove(&mut self, id: AdapterId) {
         self.sizes.remove(&id);
     }
 
     fn notice(&mut self, _wait: Option<Duration>) {}
 
-    fn next_read(&mut self) -> Option<Read> {
+    fn next_read(&mut self) -> Option<ReadEnd> {
         self.told.pop_front()
     }
 
@@ -358,7 +372,7 @@ impl Backend for TestDevice {
         self.news.pop_front()
     }
 
-    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Transfer>) -> bool {
         if self.sizes.get(&id).is_some_and(|bytes| *bytes > to.len()) {
             self.is_wrong(format!("{id} is larger than its block, which has {} bytes", to.len()));
         }
@@ -374,7 +388,7 @@ impl Backend for TestDevice {
         self.copies_parts
     }
 
-    fn revoke(&mut self, copy: &Copy) -> bool {
+    fn revoke(&mut self, copy: &Transfer) -> bool {
         let is_of = |read: &&mut Reading| read.copy.as_ref().is_some_and(|other| other.number == copy.number);
         let Some(read) = self.reads.iter_mut().find(is_of) else { return false };
         read.is_revoked = read.end != Some(true);
@@ -382,17 +396,17 @@ impl Backend for TestDevice {
     }
 
     /// The end of the copy has not been told yet.
-    fn abandon(&mut self, copy: &Copy) -> bool {
+    fn abandon(&mut self, copy: &Transfer) -> bool {
         self.enqueued[index(copy.number)]
     }
 
-    fn finish(&mut self, copy: &Copy) {
+    fn finish(&mut self, copy: &Transfer) {
         if !self.enqueued[index(copy.number)] {
             self.is_wrong(format!("the copy of {} is finished, but not enqueued", copy.id));
         }
     }
 
-    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Transfer) -> Result<(), LoadError> {
         if !self.number(copy) {
             return Err(SlotError::OtherTable.into());
         }
@@ -440,18 +454,6 @@ impl Backend for TestDevice {
     }
 
     fn forget(&mut self, _id: AdapterId) {}
-
-    fn weights(&self, _stream: StreamId) -> Option<&()> {
-        None
-    }
-
-    fn slots((): &()) -> &[Slot] {
-        &[]
-    }
-
-    fn step(&self, _stream: StreamId, (): &(), (): &mut ()) -> Result<(), OperandError> {
-        Ok(())
-    }
 }
 
 /// The place of a copy in a list of all.

@@ -1,5 +1,5 @@
 //! No kernel reads a wrong adapter, whatever the host does and in whatever legal order the device runs: random hosts and devices,
-//! and the same with each rule broken. What nothing uses has room for others.
+//! and the same with each obligation of a backend broken. What nothing uses has room for others.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,22 +11,22 @@ use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
 
 use super::{
-    Core, Entry, Granted, HostPlace, Limits, Rule,
+    Entry, HostPlace, Limits, State,
     test_device::{Obligation, TestDevice},
 };
 use crate::{
     Slot,
-    blocks::{self, GRANULE_BYTES},
+    arena::blocks::{self, GRANULE_BYTES},
     group::{
         ChannelError, OnRanks,
-        pool::Agreement,
-        said::{Exchange, Said},
+        member::{Exchange, Member},
+        said::Said,
     },
     model::TpRank,
-    pool::{AdapterId, AdapterPool, Load, PoolError, StreamId, Version, backend::Backend},
+    pool::{AdapterId, AdapterPool, Granted, Load, PoolError, StreamId, Version, backend::Backend},
 };
 
-/// The most schedules that show a broken rule.
+/// The most schedules that show a broken obligation.
 const BROKEN: u64 = 20_000;
 /// Actions of the longest schedule of one device.
 const MAX_ACTIONS: usize = 60;
@@ -85,12 +85,17 @@ impl Worlds for TestDevice {
     }
 }
 
-/// All ranks of a group are on this thread.
-struct Here;
+/// All ranks of a group are on this thread: those after the first.
+struct Here(Vec<Member<TestDevice>>);
 
-impl Exchange for Here {
+impl Exchange<TestDevice> for Here {
     fn exchange(&mut self, _: TpRank, said: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
         Ok(said)
+    }
+
+    fn each(&mut self, own: &mut Member<TestDevice>, mut act: impl FnMut(&mut Member<TestDevice>)) {
+        act(own);
+        self.0.iter_mut().for_each(act);
     }
 }
 
@@ -101,7 +106,7 @@ struct Lies {
     of_own: bool,
 }
 
-impl Exchange for Lies {
+impl Exchange<TestDevice> for Lies {
     fn exchange(&mut self, _: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
         let said = serde_json::to_value(&own[0]).unwrap();
         let of_others = [(); 2].map(|()| self.lie(said.clone()));
@@ -136,24 +141,33 @@ impl Lies {
 }
 
 /// A channel that a group of worlds has.
-trait Channel: Exchange + Sized {
+trait Channel: Exchange<TestDevice> + Sized {
     fn group(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice>;
+
+    /// The ranks after the first.
+    fn others(&mut self) -> &mut [Member<TestDevice>] {
+        &mut []
+    }
 }
 
 impl Channel for Lies {
-    fn group(worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice> {
-        OnRanks::of(Self { rng: StdRng::seed_from_u64(rng.random()), of_own: broken.is_own_changed }, worlds)
+    fn group(mut worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice> {
+        let lies = Self { rng: StdRng::seed_from_u64(rng.random()), of_own: broken.is_own_changed };
+        OnRanks::of(lies, worlds.swap_remove(0))
     }
 }
 
 impl Channel for Here {
-    fn group(mut worlds: Vec<TestDevice>, rng: &mut StdRng, broken: Broken) -> OnRanks<Self, TestDevice> {
+    fn group(mut worlds: Vec<TestDevice>, rng: &mut StdRng, _: Broken) -> OnRanks<Self, TestDevice> {
         // Some take a little more on some ranks.
         let extra = |world: &mut TestDevice| world.extra_bytes = rng.random_range(0..2) * GRANULE_BYTES;
         worlds.iter_mut().for_each(extra);
-        let mut ranks = OnRanks::of(Self, worlds);
-        ranks.agreements.broken = broken.agreement;
-        ranks
+        let own = worlds.remove(0);
+        OnRanks::of(Self(worlds.into_iter().map(Member::new).collect()), own)
+    }
+
+    fn others(&mut self) -> &mut [Member<TestDevice>] {
+        &mut self.0
     }
 }
 
@@ -167,7 +181,8 @@ impl<C: Channel> Worlds for OnRanks<C, TestDevice> {
     }
 
     fn each(&mut self) -> impl Iterator<Item = &mut TestDevice> {
-        self.backends()
+        let (channel, own) = self.parts();
+        [own].into_iter().chain(channel.others().iter_mut().map(|member| &mut member.backend))
     }
 
     fn num_reads(&self) -> usize {
@@ -178,9 +193,7 @@ impl<C: Channel> Worlds for OnRanks<C, TestDevice> {
 /// What is broken.
 #[derive(Clone, Copy, Debug, Default)]
 struct Broken {
-    rule: Option<Rule>,
     obligation: Option<Obligation>,
-    agreement: Option<Agreement>,
     /// What a rank has said comes back changed, and counts.
     is_own_changed: bool,
 }
@@ -231,7 +244,6 @@ impl<W: Worlds> Schedule<W> {
         });
         let worlds = worlds.collect();
         let mut pool = AdapterPool::within(W::of(worlds, &mut rng, broken), limits).unwrap();
-        pool.core.device.rules.broken = broken.rule;
         for stream in 1..streams {
             assert_eq!(pool.new_stream(), StreamId(stream));
         }
@@ -304,7 +316,7 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn retry(&mut self, id: AdapterId) {
-        self.loads.push(self.pool.core.retry(id, &mut self.pool.backend).unwrap());
+        self.loads.push(self.pool.state.retry(id, &mut self.pool.backend).unwrap());
     }
 
     fn any_adapter(&mut self) -> Option<AdapterId> {
@@ -379,16 +391,16 @@ impl<W: Worlds> Schedule<W> {
         let ids: Vec<_> = (0..size).filter_map(|_| self.any_adapter()).collect();
         let is_too_large = self.is_too_large(&ids);
         let is_in_host_alone =
-            |core: &Core, id| core.residency_of(id).is_some_and(|at| at.in_host && at.slot.is_none());
-        let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.pool.core, id)).collect();
-        let result = self.pool.core.prepare(&ids, stream, &mut self.pool.backend);
+            |state: &State, id| state.residency_of(id).is_some_and(|at| at.in_host && at.slot.is_none());
+        let in_host: Vec<_> = ids.iter().copied().filter(|&id| is_in_host_alone(&self.pool.state, id)).collect();
+        let result = self.pool.state.prepare(&ids, stream, &mut self.pool.backend);
         let was_too_large = matches!(result, Err(PoolError::TooLarge { .. }));
         if was_too_large != is_too_large && !matches!(result, Err(PoolError::Failed { .. })) {
             self.is_wrong(format!("{ids:?} never fit: {is_too_large}, but {result:?}"));
         }
         // One that cannot be copied need not stay.
         let is_lost = |&id: &AdapterId| {
-            let at = self.pool.core.residency_of(id);
+            let at = self.pool.state.residency_of(id);
             at.is_none_or(|at| !at.in_host && at.slot.is_none() && at.failure.is_none())
         };
         if let Some(id) = in_host.into_iter().find(is_lost) {
@@ -414,10 +426,10 @@ impl<W: Worlds> Schedule<W> {
     /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is there.
     fn is_too_large(&self, ids: &[AdapterId]) -> bool {
         let mut together: BTreeSet<_> = ids.iter().copied().collect();
-        let is_there = together.iter().all(|id| self.pool.core.adapters[id].slot.is_some());
-        let on_device = self.pool.core.device.occupied().map(|place| place.id);
+        let is_there = together.iter().all(|id| self.pool.state.adapters[id].slot.is_some());
+        let on_device = self.pool.state.device.occupied().map(|place| place.id);
         together.extend(on_device.filter(|id| self.adapters.get(id) == Some(&true)));
-        let bytes = blocks::bytes_for(together.iter().map(|id| self.pool.core.adapters[id].bytes), 0);
+        let bytes = blocks::bytes_for(together.iter().map(|id| self.pool.state.adapters[id].bytes), 0);
         !is_there && (together.len() > self.limits.num_slots || bytes > self.limits.arena_bytes)
     }
 
@@ -438,14 +450,14 @@ impl<W: Worlds> Schedule<W> {
             uses.streams.insert(stream);
             self.granted += 1;
             if is_pointed {
-                self.pool.core.open(slot, stream);
+                self.pool.state.open(slot, stream);
                 let content = granted.content;
                 self.held.push(Held { id, slot, content, stream });
                 if !self.contents.contains(&content) {
                     self.contents.push(content);
                 }
             } else {
-                self.pool.core.release(slot, stream);
+                self.pool.state.release(slot, stream);
                 if !is_leased {
                     uses.waits_for = uses.streams.clone();
                 }
@@ -472,7 +484,7 @@ impl<W: Worlds> Schedule<W> {
     fn end_lease(&mut self) {
         if let Some(index) = (0..self.held.len()).choose(&mut self.rng) {
             let held = self.held.swap_remove(index);
-            self.pool.core.release(held.slot, held.stream);
+            self.pool.state.release(held.slot, held.stream);
             if let Some(uses) =
                 self.uses.get_mut(&held.id).filter(|_| self.held.iter().all(|other| other.id != held.id))
             {
@@ -483,7 +495,7 @@ impl<W: Worlds> Schedule<W> {
     }
 
     fn end_step(&mut self, stream: StreamId) {
-        self.pool.core.end_step(stream, &mut self.pool.backend).unwrap();
+        self.pool.state.end_step(stream, &mut self.pool.backend).unwrap();
         self.ended.retain(|held| held.stream != stream);
         self.uses.values_mut().for_each(|uses| uses.waits_for.retain(|&other| other != stream));
     }
@@ -510,7 +522,7 @@ impl<W: Worlds> Schedule<W> {
 
     fn notice_reads(&mut self) {
         while let Some(read) = self.pool.backend.next_read() {
-            self.pool.core.has_read(read, &mut self.pool.backend);
+            self.pool.state.has_read(read, &mut self.pool.backend);
         }
     }
 
@@ -518,10 +530,10 @@ impl<W: Worlds> Schedule<W> {
     fn notice(&mut self) {
         self.pool.backend.notice(None);
         while let Some(number) = self.pool.backend.next_copied() {
-            self.pool.core.has_copied(number);
+            self.pool.state.has_copied(number);
         }
         self.notice_reads();
-        self.pool.core.poll(&mut self.pool.backend);
+        self.pool.state.poll(&mut self.pool.backend);
     }
 
     /// Runs some of the work that may run.
@@ -542,7 +554,7 @@ impl<W: Worlds> Schedule<W> {
             return Err(wrong);
         }
         let is_lost =
-            |held: &&Held| self.pool.core.adapters.get(&held.id).is_none_or(|entry| entry.slot != Some(held.slot));
+            |held: &&Held| self.pool.state.adapters.get(&held.id).is_none_or(|entry| entry.slot != Some(held.slot));
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
@@ -551,16 +563,14 @@ impl<W: Worlds> Schedule<W> {
         for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
                 |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.content) == (stream, slot));
-            let is_open = |slot| self.pool.core.is_open(slot, stream);
+            let is_open = |slot| self.pool.state.is_open(slot, stream);
             if let Some(slot) = self.contents.iter().find(|&&slot| is_open(slot) != may_use(slot)) {
                 return Err(format!("{stream:?} may use {slot:?}: {}", is_open(*slot)));
             }
         }
-        if self.pool.core.device.rules.broken.is_none() {
-            self.check_room()?;
-        }
+        self.check_room()?;
         self.check_loads()?;
-        let snapshot = self.pool.core.snapshot();
+        let snapshot = self.pool.state.snapshot();
         let pins = self.adapters.values().filter(|is_pinned| **is_pinned).count();
         let is_right = snapshot.adapters == self.adapters.len()
             && snapshot.leases == self.held.len()
@@ -577,7 +587,7 @@ impl<W: Worlds> Schedule<W> {
 
     /// What nothing uses can be evicted, and what waits is known to.
     fn check_room(&self) -> Result<(), String> {
-        let Core { device, host, adapters, queue, gone, .. } = &self.pool.core;
+        let State { device, host, adapters, queue, gone, .. } = &self.pool.state;
         for (id, entry) in adapters {
             let Some(slot) = entry.slot else { continue };
             let waits = self.uses.get(id).is_some_and(|uses| !uses.waits_for.is_empty());
@@ -628,12 +638,12 @@ impl<W: Worlds> Schedule<W> {
         let Some(id) = self.any_adapter() else { return };
         let is_pinned = !self.adapters[&id];
         let others = self.adapters.iter().filter(|(other, _)| **other != id);
-        let bytes = |id: &AdapterId| self.pool.core.adapters[id].bytes;
+        let bytes = |id: &AdapterId| self.pool.state.adapters[id].bytes;
         let (pinned, free): (Vec<_>, Vec<_>) = others.partition(|(_, is_pinned)| **is_pinned);
         let largest = free.into_iter().map(|(id, _)| bytes(id)).max().unwrap_or(0);
         let needed = pinned.iter().map(|(id, _)| bytes(id)).sum::<usize>() + bytes(&id) + largest;
         let fits = pinned.len() + 1 < self.limits.num_slots && needed <= self.limits.arena_bytes;
-        match self.pool.core.set_pinned(id, is_pinned) {
+        match self.pool.state.set_pinned(id, is_pinned) {
             Ok(()) if !is_pinned || fits => drop(self.adapters.insert(id, is_pinned)),
             Err(PoolError::Pinned { .. }) if is_pinned && !fits => {}
             result => self.is_wrong(format!("pinning {id} to {is_pinned}: {result:?}, with room: {fits}")),
@@ -658,7 +668,7 @@ impl<W: Worlds> Schedule<W> {
         self.settle()?;
         let mut refusal = None;
         for _ in 0..16 {
-            refusal = match self.pool.core.prepare(&batch, StreamId::FIRST, &mut self.pool.backend) {
+            refusal = match self.pool.state.prepare(&batch, StreamId::FIRST, &mut self.pool.backend) {
                 Ok(granted) => {
                     self.lease(&batch, &granted, StreamId::FIRST);
                     while !self.held.is_empty() {
@@ -679,9 +689,9 @@ impl<W: Worlds> Schedule<W> {
         }
         self.pool.poll();
         self.settle()?;
-        let snapshot = self.pool.core.snapshot();
+        let snapshot = self.pool.state.snapshot();
         let used = (snapshot.device_memory.used, snapshot.host_memory.used, snapshot.resident, snapshot.host);
-        if used != (0, 0, 0, 0) || !self.pool.core.adapters.is_empty() || !self.pool.core.gone.is_empty() {
+        if used != (0, 0, 0, 0) || !self.pool.state.adapters.is_empty() || !self.pool.state.gone.is_empty() {
             return Err(format!("memory was lost: {snapshot:?}"));
         }
         Ok(())
@@ -751,28 +761,6 @@ fn no_message_decides_the_memory_of_a_rank() {
 }
 
 #[test]
-fn every_rule_is_needed() {
-    let rules = [
-        Rule::Leases,
-        Rule::EndStep,
-        Rule::EveryStream,
-        Rule::Copying,
-        Rule::Source,
-        Rule::Close,
-        Rule::Content,
-        Rule::Whole,
-        Rule::Revoke,
-    ];
-    for rule in rules {
-        // The ranks of a group may take back a copy that is complete on some.
-        for is_group in [false, true].into_iter().take(if rule == Rule::Revoke { 1 } else { 2 }) {
-            let wrong = first_wrong(is_group, BROKEN, Broken { rule: Some(rule), ..Broken::default() });
-            assert!(wrong.is_some(), "without {rule:?}, nothing went wrong; of a group: {is_group}");
-        }
-    }
-}
-
-#[test]
 fn every_obligation_of_a_backend_is_needed() {
     let obligations = [
         Obligation::CopyFirst,
@@ -786,26 +774,5 @@ fn every_obligation_of_a_backend_is_needed() {
             let wrong = first_wrong(is_group, BROKEN, Broken { obligation: Some(obligation), ..Broken::default() });
             assert!(wrong.is_some(), "without {obligation:?}, nothing went wrong; of a group: {is_group}");
         }
-    }
-}
-
-#[test]
-fn every_agreement_of_a_group_is_needed() {
-    let agreements = [
-        Agreement::Sized,
-        Agreement::Same,
-        Agreement::Reads,
-        Agreement::Copies,
-        Agreement::Begun,
-        Agreement::Enqueued,
-        Agreement::Settled,
-        Agreement::Pointed,
-        Agreement::Failed,
-        Agreement::Abandoned,
-        Agreement::Evicts,
-    ];
-    for agreement in agreements {
-        let wrong = first_wrong(true, BROKEN, Broken { agreement: Some(agreement), ..Broken::default() });
-        assert!(wrong.is_some(), "without the agreement on {agreement:?}, nothing went wrong");
     }
 }

@@ -2,27 +2,31 @@
 
 #![expect(unsafe_code, reason = "copies between memory that it owns")]
 
+mod part_copy;
+
 use std::{collections::VecDeque, ops::Range, sync::Arc, time::Duration};
 
 use cudarc::driver::{CudaEvent, result};
 
+use self::part_copy::{PartCopy, Unsealed};
 use super::{
-    HostArena, HostPart, LaunchError, OwnStream, Queue, Relaxed, RoutedBatch, Step, WeightTable, Workspace,
-    arena::Arena,
-    part_copy::{PartCopy, Unsealed},
+    LaunchError, Queue, RoutedBatch, Step, WeightTable, Workspace,
+    loading::{Arena, Copied, row_bytes},
+    memory::{HostArena, HostPart},
     raw::Descriptor,
-    table::{Shared, row_bytes},
+    stream::{OwnStream, Relaxed},
 };
 use crate::{
     DType, Slot,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
-    blocks,
-    copies::{Arena as _, Copies},
+    arena::blocks,
+    arena::copies::Copies,
     error::{LoadError, OperandError, SlotError},
     model::{Model, TpRank},
     plan::Capacity,
     pool::{
-        self, AdapterId, Backend, Copy, Granted, HostTier, PoolConfig, PoolError, Read, Source, StreamId, arena_bytes,
+        self, AdapterId, Backend, Executor, Granted, HostTier, PoolConfig, PoolError, ReadEnd, Source, StreamId,
+        Transfer, arena_bytes,
     },
     slots::Bounds,
 };
@@ -50,7 +54,7 @@ pub struct Tiers {
     stream: Arc<OwnStream>,
     is_poisoning: bool,
     /// What was copied to a slot last, by slot.
-    contents: Vec<Option<Content>>,
+    contents: Vec<Option<Copied>>,
     /// Copies that may not have run yet: their numbers and events, in order.
     copying: VecDeque<(u64, Arc<CudaEvent>)>,
     /// Copies that reads make, by number. Those that have failed or were revoked stay until the next read.
@@ -69,7 +73,7 @@ const PART_BYTES: usize = 1 << 20;
 struct Lane {
     /// The pool's own handle of the table.
     owner: WeightTable,
-    /// That of everybody else.
+    /// The handle of everybody else.
     weights: WeightTable,
     /// The copy that each slot of the table was pointed to last; 0 if the slot has no adapter.
     pointed: Vec<u64>,
@@ -174,7 +178,7 @@ impl Tiers {
     }
 
     /// Makes the stream wait for the earlier uses of a block, and returns its address.
-    fn take_block(&mut self, copy: &Copy) -> Result<u64, LaunchError> {
+    fn take_block(&mut self, copy: &Transfer) -> Result<u64, LaunchError> {
         self.clear_rows()?;
         self.arena.queue().bind()?;
         let block = self.arena.base() + copy.to.start as u64;
@@ -186,7 +190,7 @@ impl Tiers {
     }
 
     /// Makes room for the parts of a copy.
-    fn begin(&mut self, copy: &Copy) -> Result<Arc<PartCopy>, LaunchError> {
+    fn begin(&mut self, copy: &Transfer) -> Result<Arc<PartCopy>, LaunchError> {
         let block = self.take_block(copy)?;
         let parts = Arc::new(PartCopy::new(self.arena.queue(), &self.stream, block, copy.to.len())?);
         self.part_copies.retain(|(_, parts)| Arc::strong_count(parts) > 1 || parts.is_complete());
@@ -195,10 +199,10 @@ impl Tiers {
     }
 
     /// Takes note of a copy that has been enqueued, of an adapter to this block.
-    fn has_enqueued(&mut self, copy: &Copy, block: u64, copied: Arc<CudaEvent>) {
+    fn has_enqueued(&mut self, copy: &Transfer, block: u64, copied: Arc<CudaEvent>) {
         self.copying.push_back((copy.number, Arc::clone(&copied)));
         let &mut Packed { bytes, max_rank, .. } = self.tier.packed(copy.id);
-        self.contents[copy.slot] = Some(Content { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
+        self.contents[copy.slot] = Some(Copied { copied, row: block + row_at(bytes) as u64, bytes, max_rank });
     }
 }
 
@@ -266,10 +270,6 @@ impl Backend for Tiers {
     type Step<'a> = Step<'a>;
     type Error = LaunchError;
 
-    fn tp(&self) -> TpRank {
-        self.tier.tp()
-    }
-
     fn shard(&self, source: &Source) -> Result<Source, LoadError> {
         self.tier.shard(source)
     }
@@ -278,11 +278,35 @@ impl Backend for Tiers {
         self.tier.add(id, source)
     }
 
+    fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
+        self.lanes.get(stream.0).map(|lane| &lane.weights)
+    }
+
+    fn slots<'b>(batch: &'b RoutedBatch<'_>) -> &'b [Slot] {
+        batch.slots()
+    }
+
+    fn step<'a>(
+        &'a self,
+        stream: StreamId,
+        batch: &RoutedBatch<'a>,
+        workspace: &'a mut Workspace,
+    ) -> Result<Step<'a>, LaunchError> {
+        let lane = self.lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
+        lane.owner.step(batch, workspace)
+    }
+}
+
+impl Executor for Tiers {
+    fn tp(&self) -> TpRank {
+        self.tier.tp()
+    }
+
     fn remove(&mut self, id: AdapterId) {
         self.tier.remove(id);
     }
 
-    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Copy>) -> bool {
+    fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Transfer>) -> bool {
         let bytes = to.len();
         let part = self.host.lend(to);
         // After an error, the copy of the whole adapter returns it.
@@ -302,7 +326,7 @@ impl Backend for Tiers {
         self.tier.notice(wait);
     }
 
-    fn next_read(&mut self) -> Option<Read> {
+    fn next_read(&mut self) -> Option<ReadEnd> {
         self.tier.next_read()
     }
 
@@ -310,12 +334,12 @@ impl Backend for Tiers {
         true
     }
 
-    fn revoke(&mut self, copy: &Copy) -> bool {
+    fn revoke(&mut self, copy: &Transfer) -> bool {
         let parts = self.part_copies.iter().find(|(number, _)| *number == copy.number);
         parts.is_some_and(|(_, parts)| parts.revoke())
     }
 
-    fn abandon(&mut self, copy: &Copy) -> bool {
+    fn abandon(&mut self, copy: &Transfer) -> bool {
         let is_of = |(number, parts): &(u64, Arc<PartCopy>)| *number == copy.number && parts.is_complete();
         let Some(place) = self.part_copies.iter().position(is_of) else { return false };
         let (number, parts) = self.part_copies.swap_remove(place);
@@ -323,13 +347,13 @@ impl Backend for Tiers {
         true
     }
 
-    fn finish(&mut self, copy: &Copy) {
+    fn finish(&mut self, copy: &Transfer) {
         let place = self.part_copies.iter().position(|(number, _)| *number == copy.number);
         let (_, parts) = self.part_copies.swap_remove(place.expect("a read that is sealed has its parts"));
         self.has_enqueued(copy, parts.block(), Arc::clone(parts.copied()));
     }
 
-    fn copy(&mut self, copy: &Copy) -> Result<(), LoadError> {
+    fn copy(&mut self, copy: &Transfer) -> Result<(), LoadError> {
         let block = self.take_block(copy)?;
         let copies = Copies::begin(&self.stream, self.arena.queue().new_event()?);
         let packed = self.tier.packed(copy.id);
@@ -386,24 +410,6 @@ impl Backend for Tiers {
     fn forget(&mut self, id: AdapterId) {
         self.tier.forget(id);
     }
-
-    fn weights(&self, stream: StreamId) -> Option<&WeightTable> {
-        self.lanes.get(stream.0).map(|lane| &lane.weights)
-    }
-
-    fn slots<'b>(batch: &'b RoutedBatch<'_>) -> &'b [Slot] {
-        batch.slots()
-    }
-
-    fn step<'a>(
-        &'a self,
-        stream: StreamId,
-        batch: &RoutedBatch<'a>,
-        workspace: &'a mut Workspace,
-    ) -> Result<Step<'a>, LaunchError> {
-        let lane = self.lanes.get(stream.0).ok_or(OperandError::NoSuchStream { stream })?;
-        lane.owner.step(batch, workspace)
-    }
 }
 
 impl Drop for Tiers {
@@ -436,74 +442,4 @@ fn fits(bytes: usize, reserved: usize) -> Result<(), SlotError> {
 fn write_row(row: &[Descriptor], to: &mut [u8], block: u64) {
     let row: Vec<_> = row.iter().map(|descriptor| descriptor.moved(NOWHERE, block)).collect();
     to.copy_from_slice(bytemuck::cast_slice(&row));
-}
-
-impl WeightTable {
-    /// Points a slot to the block and the descriptors of an adapter, in stream order, after its copy.
-    pub(super) fn point(&self, slot: usize, content: &Content) -> Result<(), LaunchError> {
-        let Shared { queue, slots, .. } = &*self.shared;
-        queue.prepare()?;
-        let mut blocks = slots.lock();
-        slots.changing(&mut blocks, slot, || {
-            queue.stream().wait(&content.copied)?;
-            let row = self.shared.row(slot);
-            // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step of the stream.
-            unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
-            Ok::<_, LaunchError>(())
-        })?;
-        let replaced = slots.replace(&mut blocks, slot, content.bytes, content.max_rank, None);
-        replaced.map(drop).map_err(|_| OperandError::Capacity { what: "the slot", got: slot, max: slots.len() }.into())
-    }
-
-    /// Makes the rows of slots empty, in stream order. The event is recorded after it.
-    pub(super) fn clear(&self, slots: &[usize]) -> Result<CudaEvent, LaunchError> {
-        let queue = &self.shared.queue;
-        queue.prepare()?;
-        let cleared = queue.new_event()?;
-        for &slot in slots {
-            let row = self.shared.row(slot);
-            // SAFETY: the row belongs to this table, and the stream orders its uses.
-            unsafe { result::memset_d8_async(row.ptr, 0, row.bytes, queue.stream().cu_stream()) }?;
-        }
-        cleared.record(queue.stream())?;
-        Ok(cleared)
-    }
-
-    /// Takes note that a slot has no adapter. Its row is as it was.
-    pub(super) fn forget(&self, slot: usize) {
-        let Shared { slots, .. } = &*self.shared;
-        // Every slot of the pool is one of the table.
-        let _ = slots.take(&mut slots.lock(), slot);
-    }
-}
-
-/// The block of a slot.
-#[derive(Debug)]
-pub(super) struct Content {
-    /// The end of the copy of block and row.
-    pub(super) copied: Arc<CudaEvent>,
-    /// Address of the descriptors.
-    pub(super) row: u64,
-    /// Size of the image.
-    pub(super) bytes: usize,
-    pub(super) max_rank: usize,
-}
-
-impl Drop for Shared {
-    /// Makes the deallocation of another queue's arena wait for the work of this queue.
-    fn drop(&mut self) {
-        if self.queue.stream().cu_stream() == self.arena.queue().stream().cu_stream() {
-            return;
-        }
-        let done = self.queue.new_event().and_then(|done| {
-            self.queue.prepare()?;
-            done.record(self.queue.stream())?;
-            Ok(Arc::new(done))
-        });
-        match done {
-            Ok(done) => self.arena.give_back([], Some(done)),
-            // Without the event, the memory can never be freed.
-            Err(_) => std::mem::forget(Arc::clone(&self.arena)),
-        }
-    }
 }

@@ -2,13 +2,14 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use super::{Core, Entry, HostPlace, Rule};
+use super::{Entry, HostPlace, State};
 use crate::{
-    blocks::Block,
+    arena::blocks::Block,
     error::LoadError,
     pool::{
         AdapterId,
-        backend::{Backend, Copy, Read},
+        backend::Executor,
+        messages::{ReadEnd, Transfer},
     },
 };
 
@@ -22,7 +23,7 @@ enum Placed {
     Blocked,
 }
 
-impl Core {
+impl State {
     /// Puts an adapter that is not on the device into the queue.
     pub(super) fn enqueue(&mut self, id: AdapterId, push: fn(&mut VecDeque<AdapterId>, AdapterId)) {
         let Some(entry) = self.adapters.get_mut(&id).filter(|entry| entry.slot.is_none()) else { return };
@@ -37,7 +38,7 @@ impl Core {
 
     /// Starts the reads and copies for which there is room, in the queue's order. An adapter does not overtake another one that
     /// waits for the same memory.
-    pub(super) fn advance(&mut self, backend: &mut impl Backend) {
+    pub(super) fn advance(&mut self, backend: &mut impl Executor) {
         let (mut no_device, mut no_host) = (false, false);
         // Whether all adapters so far have room on the device, so that a read may take some for the next one.
         let mut may_copy = true;
@@ -65,21 +66,19 @@ impl Core {
 
     /// Starts to read an adapter, if there is room in the host tier. If it `may_copy` and there is room on the device, too, the read also
     /// copies it there.
-    fn read(&mut self, id: AdapterId, may_copy: bool, backend: &mut impl Backend) -> bool {
+    fn read(&mut self, id: AdapterId, may_copy: bool, backend: &mut impl Executor) -> bool {
         if self.reads == self.max_reads {
             return false;
         }
         let Some(block) = self.host_block(id, backend) else { return false };
         let (to, bytes) = (block.range(), self.adapters[&id].bytes);
         let room = if may_copy && backend.copies_parts() { self.make_room(id, bytes, backend).ok() } else { None };
-        let mut copy = room.map(|copy| Copy { from: to.start..to.start + bytes, ..copy });
+        let mut copy = room.map(|copy| Transfer { from: to.start..to.start + bytes, ..copy });
         if !backend.read(id, to, copy.as_ref()) {
             copy.take().into_iter().for_each(|copy| self.device.evict(copy.slot));
         }
+        // It has no slot for leases before it is read, even if parts of it have been copied.
         if let Some(entry) = self.adapters.get_mut(&id) {
-            if !self.device.rules.holds(Rule::Whole) {
-                entry.slot = copy.as_ref().map(|copy| copy.slot);
-            }
             entry.host = HostPlace::Reading { block, copy };
         }
         self.reads += 1;
@@ -87,16 +86,15 @@ impl Core {
     }
 
     /// Takes back the room on the device of an adapter that is being read, unless all of it has been enqueued.
-    pub(super) fn revoke(&mut self, id: AdapterId, backend: &mut impl Backend) {
+    pub(super) fn revoke(&mut self, id: AdapterId, backend: &mut impl Executor) {
         let Some(Entry { host: HostPlace::Reading { copy, .. }, .. }) = self.adapters.get_mut(&id) else { return };
-        let rules = self.device.rules;
-        if let Some(copy) = copy.take_if(|copy| backend.revoke(copy) || !rules.holds(Rule::Revoke)) {
+        if let Some(copy) = copy.take_if(|copy| backend.revoke(copy)) {
             self.device.evict(copy.slot);
         }
     }
 
     /// Host memory for an adapter. Evicts others, and adapters in the queue only for the current batch.
-    fn host_block(&mut self, id: AdapterId, backend: &mut impl Backend) -> Option<Block> {
+    fn host_block(&mut self, id: AdapterId, backend: &mut impl Executor) -> Option<Block> {
         let bytes = self.adapters[&id].bytes;
         let is_urgent = self.adapters[&id].batch == self.batch;
         loop {
@@ -116,7 +114,7 @@ impl Core {
     pub(super) fn may_leave_host(&self, id: AdapterId) -> bool {
         let Some(entry) = self.adapters.get(&id) else { return false };
         let is_copying = entry.slot.is_some_and(|slot| self.device.is_copying(slot));
-        entry.host.is_ready() && (!is_copying || !self.device.rules.holds(Rule::Source))
+        entry.host.is_ready() && !is_copying
     }
 
     /// The last use of an adapter that may be evicted from the device: neither being read, nor pinned, nor in the current batch.
@@ -126,10 +124,10 @@ impl Core {
     }
 
     /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy without the source.
-    fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Backend) -> Result<Copy, Placed> {
+    fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Executor) -> Result<Transfer, Placed> {
         let entry = &self.adapters[&id];
         let last_use = entry.last_use;
-        let older = |core: &Self, id| core.rank(id).filter(|&rank| rank < last_use);
+        let older = |state: &Self, id| state.rank(id).filter(|&rank| rank < last_use);
         if !self.device.could_hold(bytes, |id| older(self, id).is_some()) {
             // The last batch is asked for again, even if one of its adapters stands in the way of another.
             let is_last_batch = entry.batch + 1 >= self.batch;
@@ -148,12 +146,12 @@ impl Core {
     }
 
     /// Copies an adapter from host memory to the device, if there is room.
-    fn place(&mut self, id: AdapterId, backend: &mut impl Backend) -> Placed {
+    fn place(&mut self, id: AdapterId, backend: &mut impl Executor) -> Placed {
         let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
         let HostPlace::Ready { block } = &entry.host else { return Placed::Blocked };
         let (from, bytes) = (block.offset()..block.offset() + entry.bytes, entry.bytes);
         let copy = match self.make_room(id, bytes, backend) {
-            Ok(copy) => Copy { from, ..copy },
+            Ok(copy) => Transfer { from, ..copy },
             Err(placed) => return placed,
         };
         match backend.copy(&copy) {
@@ -167,7 +165,7 @@ impl Core {
     }
 
     /// Takes note of a copy that has been enqueued.
-    fn has_placed(&mut self, id: AdapterId, copy: &Copy) {
+    fn has_placed(&mut self, id: AdapterId, copy: &Transfer) {
         self.counters.copies += 1;
         self.counters.copied_bytes += copy.from.len() as u64;
         if let Some(entry) = self.adapters.get_mut(&id) {
@@ -177,8 +175,8 @@ impl Core {
     }
 
     /// Takes note of the end of a read.
-    pub(crate) fn has_read(&mut self, read: Read, backend: &mut impl Backend) {
-        let Read { id, time, result, .. } = read;
+    pub(crate) fn has_read(&mut self, read: ReadEnd, backend: &mut impl Executor) {
+        let ReadEnd { id, time, result, .. } = read;
         self.reads -= 1;
         self.counters.read_time += time;
         let Some(entry) = self.adapters.get_mut(&id) else { return };

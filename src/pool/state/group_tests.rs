@@ -4,7 +4,7 @@
 
 use super::{Limits, test_device::TestDevice};
 use crate::{
-    blocks::GRANULE_BYTES,
+    arena::blocks::GRANULE_BYTES,
     error::LoadError,
     group::{ChannelError, GroupError, Message, OnRanks, Ranks},
     model::TpRank,
@@ -33,11 +33,11 @@ fn pool(channel: fn(String) -> String, host: usize, copies_parts: bool) -> Pool 
     let limits =
         Limits { num_slots: 2, arena_bytes: 8 * GRANULE_BYTES, host_bytes: host * GRANULE_BYTES, max_reads: 2 };
     let world = TestDevice::new(1, 2, [8, host], copies_parts);
-    AdapterPool::within(OnRanks::of(Through(channel), vec![world]), limits).unwrap()
+    AdapterPool::within(OnRanks::of(Through(channel), world), limits).unwrap()
 }
 
 fn world(pool: &mut Pool) -> &mut TestDevice {
-    pool.backend.backends().next().unwrap()
+    pool.backend.parts().1
 }
 
 fn is_over<T>(result: Result<T, PoolError>) -> bool {
