@@ -2,8 +2,8 @@
 //!
 //! [`AdapterError`], [`PlanError`] and [`SpecError`](crate::model::SpecError) are in the modules that return them.
 //!
-//! A message is whole: it has the text of its cause, which the fields of the variant hold. So [`source`](std::error::Error::source)
-//! returns `None`, and a report of the chain shows no text twice.
+//! A message is whole: it has the text of its cause, which the fields of the variant hold. So
+//! [`source`](std::error::Error::source) returns `None`, and a report of the chain shows no text twice.
 
 use std::any::Any;
 
@@ -246,8 +246,8 @@ pub enum OperandError {
         /// The stream given.
         stream: StreamId,
     },
-    /// The batch of a pool's step names a slot that no lease of the stream holds: its lease has ended, also if another adapter is leased
-    /// there now, or it is a slot of another pool or of a table.
+    /// The batch of a pool's step names a slot that no lease of the stream holds: its lease has ended, also if another
+    /// adapter is leased there now, or it is a slot of another pool or of a table.
     #[error(
         "the batch names {slot}, which no lease of the pool's stream holds: its lease has ended, or is of another pool"
     )]
@@ -255,7 +255,8 @@ pub enum OperandError {
         /// The slot.
         slot: Slot,
     },
-    /// The batch names a slot whose adapter has been unloaded or replaced, or that another table or a pool has handed out.
+    /// The batch names a slot whose adapter has been unloaded or replaced, or that another table or a pool has handed
+    /// out.
     ///
     /// `cuda::WeightTable::step` says when an operation returns this.
     #[error("the batch names {slot}, whose adapter has been unloaded or replaced, or is in another table or pool")]
@@ -263,8 +264,9 @@ pub enum OperandError {
         /// The slot.
         slot: Slot,
     },
-    /// The layer and the weights belong to different models, or to different tensor-parallel ranks. Ids belong to the one
-    /// [`ModelSpec`](crate::model::ModelSpec) object that they were added to, even if another one describes equal layers.
+    /// The layer and the weights belong to different models, or to different tensor-parallel ranks. Ids belong to the
+    /// one [`ModelSpec`](crate::model::ModelSpec) object that they were added to, even if another one describes equal
+    /// layers.
     #[error(
         "the layer and the weights belong to different models or tensor-parallel ranks: a layer belongs to the one \
          `ModelSpec` object that it was added to"

@@ -1,8 +1,8 @@
 //! CUDA kernels for multi-LoRA inference: many small adapters, one base model, one pass over a batch.
 //!
-//! For every token `t` and every adapted layer, `y[t] += scaling · B (A x[t])`, where each token has its own adapter or none. An engine
-//! computes `y` as usual and then calls `add_delta`; `cuda` describes alternatives. The crate is not an engine: it has no scheduler or
-//! tokenizer, and computes only on the stream that it is given.
+//! For every token `t` and every adapted layer, `y[t] += scaling · B (A x[t])`, where each token has its own adapter or
+//! none. An engine computes `y` as usual and then calls `add_delta`; `cuda` describes alternatives. The crate is not an
+//! engine: it has no scheduler or tokenizer, and computes only on the stream that it is given.
 //!
 //! ```text
 //! files of an adapter ──► Adapter ──► SlotImage ──► a slot of the WeightTable ──────────────┐
@@ -20,9 +20,10 @@
 //! - [`slots`]: the contents of a weight table's slots. Depends on `adapter` and `plan`.
 //! - [`pool`]: the life of an adapter between its files and a slot; `AdapterPool` on any backend. Depends on `slots`.
 //! - [`error`]: errors that both backends share.
-//! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse the same operands
-//!   by the same errors. They depend on everything above.
-//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none, and the pool of a group. Depends on both backends.
+//! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse
+//!   the same operands by the same errors. They depend on everything above.
+//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none, and the pool of a group.
+//!   Depends on both backends.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!
 //! # Example
@@ -79,8 +80,8 @@
 //!
 //! # CUDA graphs
 //!
-//! Capture a step with `cuda::WeightTable::capture`, or the operations whose names end in `_raw`. Adapters, their ranks and the
-//! routing may change between replays.
+//! Capture a step with `cuda::WeightTable::capture`, or the operations whose names end in `_raw`. Adapters, their ranks
+//! and the routing may change between replays.
 //!
 //! # Tensor parallelism
 //!

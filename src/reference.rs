@@ -1,5 +1,5 @@
-//! The reference: one token at a time, in `f64`, written to be obviously correct. It shares no code with the backends that tests
-//! compare with it.
+//! The reference: one token at a time, in `f64`, written to be obviously correct. It shares no code with the backends
+//! that tests compare with it.
 
 /// The factors of one module, in PEFT's layout.
 #[derive(Clone, Copy, Debug)]
@@ -106,8 +106,8 @@ pub mod experts {
         1.0 / (1.0 + (-x).exp())
     }
 
-    /// The error function, by `2 / √π · exp(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (1 · 3 · … · (2n + 1))` (Abramowitz and Stegun 7.1.6), whose terms all
-    /// have the same sign. In `f64` it is 1 for `x > 6`.
+    /// The error function, by `2 / √π · exp(-x²) · Σ 2ⁿ x²ⁿ⁺¹ / (1 · 3 · … · (2n + 1))` (Abramowitz and Stegun 7.1.6),
+    /// whose terms all have the same sign. In `f64` it is 1 for `x > 6`.
     fn erf(x: f64) -> f64 {
         if x.abs() > 6.0 {
             return x.signum();

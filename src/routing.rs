@@ -1,12 +1,12 @@
 //! The adapter of each token in a batch, and the experts that a router chose for it.
 //!
-//! Pure host code. A [`Batch`] has a [`Slot`] per token. `cuda::Routing` groups the tokens by slot on the device; [`Segments`] is the
-//! same grouping, and tests compare the two. [`TopK`] is a router's choice.
+//! Pure host code. A [`Batch`] has a [`Slot`] per token. `cuda::Routing` groups the tokens by slot on the device;
+//! [`Segments`] is the same grouping, and tests compare the two. [`TopK`] is a router's choice.
 
 use crate::{Slot, contract, error::OperandError, plan::Capacity};
 
-/// The tokens of a batch grouped by slot. Segments are sorted by slot, the tokens of a segment by position. Base tokens are in no
-/// segment.
+/// The tokens of a batch grouped by slot. Segments are sorted by slot, the tokens of a segment by position. Base tokens
+/// are in no segment.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Segments {
     slots: Vec<usize>,
@@ -15,7 +15,8 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Groups tokens by the [numbers](Slot::number) of their slots. Negative ones, and those at or above `num_slots`, count as base.
+    /// Groups tokens by the [numbers](Slot::number) of their slots. Negative ones, and those at or above `num_slots`,
+    /// count as base.
     pub fn new(token_slots: &[i32], num_slots: usize) -> Self {
         let slot = |token: usize| usize::try_from(token_slots[token]).ok().filter(|&slot| slot < num_slots);
         let mut tokens: Vec<usize> = (0..token_slots.len()).filter(|&token| slot(token).is_some()).collect();
@@ -87,11 +88,11 @@ impl<'a> Batch<'a> {
         self.slots.len()
     }
 
-    /// Whether any token has a slot. A batch without may skip the operations that add to `y`: `add_delta`, `shrink` and `expand`,
-    /// `add_gate_up_delta`, `add_down_delta` and `add_combined_delta`.
+    /// Whether any token has a slot. A batch without may skip the operations that add to `y`: `add_delta`, `shrink` and
+    /// `expand`, `add_gate_up_delta`, `add_down_delta` and `add_combined_delta`.
     ///
-    /// All others write their output in every batch. `write_delta`, `write_gate_up_delta` and `write_down_delta` write zeros;
-    /// `FusedLinear`, `silu_mul`, `activate` and `combine` compute what the base model needs.
+    /// All others write their output in every batch. `write_delta`, `write_gate_up_delta` and `write_down_delta` write
+    /// zeros; `FusedLinear`, `silu_mul`, `activate` and `combine` compute what the base model needs.
     ///
     /// ```
     /// use aril::{Slot, pool::Lease, routing::Batch};
@@ -121,9 +122,9 @@ impl<'a> Batch<'a> {
 
 /// A router's choice for a step: `top_k` experts for each token, and their weights.
 ///
-/// A route is one token's choice of one expert, numbered `token * top_k + k`. A token may choose an expert more than once. A route
-/// is *local* if this rank holds its expert and the route has a row. Operations skip all other routes: their experts are on other
-/// ranks, or they are padding.
+/// A route is one token's choice of one expert, numbered `token * top_k + k`. A token may choose an expert more than
+/// once. A route is *local* if this rank holds its expert and the route has a row. Operations skip all other routes:
+/// their experts are on other ranks, or they are padding.
 ///
 /// ```
 /// use aril::routing::TopK;
@@ -159,8 +160,8 @@ pub(crate) enum WeightsOn {
 }
 
 impl<'a> TopK<'a> {
-    /// Local expert ids `[tokens, top_k]`: indices into [`ExpertsSite::held`](crate::model::ExpertsSite::held). Any other value,
-    /// such as -1, makes the route non-local.
+    /// Local expert ids `[tokens, top_k]`: indices into [`ExpertsSite::held`](crate::model::ExpertsSite::held). Any
+    /// other value, such as -1, makes the route non-local.
     ///
     /// # Errors
     /// [`OperandError::TopK`] if `top_k` is zero or does not divide the number of ids.
@@ -179,8 +180,9 @@ impl<'a> TopK<'a> {
         Ok(Self { weights: Some(weights), ..self })
     }
 
-    /// Sets the row of each route in `[routes, ..]` matrices, `[tokens, top_k]`, for engines that sort routes by expert. By
-    /// default, route `r` has row `r`. A value outside `0..routes` means that the route has no row and is not local.
+    /// Sets the row of each route in `[routes, ..]` matrices, `[tokens, top_k]`, for engines that sort routes by
+    /// expert. By default, route `r` has row `r`. A value outside `0..routes` means that the route has no row and is
+    /// not local.
     ///
     /// Rows must be distinct. A row that two routes have ends up with an unspecified value; other rows are unaffected.
     ///
@@ -193,16 +195,16 @@ impl<'a> TopK<'a> {
         Ok(Self { rows: Some(rows), ..self })
     }
 
-    /// Applies the router's weights to the input of the experts instead of in the combine (Llama 4). The deltas of gate and up are
-    /// multiplied by them.
+    /// Applies the router's weights to the input of the experts instead of in the combine (Llama 4). The deltas of gate
+    /// and up are multiplied by them.
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub const fn on_input(self) -> Self {
         Self { weights_on: WeightsOn::Input, ..self }
     }
 
-    /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine only adds rows.
-    /// The deltas of down are multiplied by them.
+    /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine
+    /// only adds rows. The deltas of down are multiplied by them.
     #[must_use]
     #[doc(alias = "mul_routed_weight")]
     pub const fn on_rows(self) -> Self {
@@ -262,14 +264,14 @@ impl<'a> TopK<'a> {
         row.filter(|&row| row < self.num_routes())
     }
 
-    /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1, as of a route that does
-    /// not exist.
+    /// The factor on the input of a route's expert: the router's weight with [`on_input`](Self::on_input), else 1, as
+    /// of a route that does not exist.
     pub fn input_weight(&self, route: usize) -> f32 {
         self.weight_at(WeightsOn::Input, route)
     }
 
-    /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1, as of a route that
-    /// does not exist.
+    /// The factor already in a route's output row of down: the router's weight with [`on_rows`](Self::on_rows), else 1,
+    /// as of a route that does not exist.
     pub fn row_weight(&self, route: usize) -> f32 {
         self.weight_at(WeightsOn::Rows, route)
     }

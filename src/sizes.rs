@@ -13,7 +13,8 @@ pub(crate) const fn max_elements<T>() -> usize {
     }
 }
 
-/// The product of these sizes, or `usize::MAX` if it is larger. Nothing has that size, so that whoever allocates it gets an error.
+/// The product of these sizes, or `usize::MAX` if it is larger. Nothing has that size, so that whoever allocates it
+/// gets an error.
 pub(crate) const fn product(sizes: &[usize]) -> usize {
     let (mut product, mut rest) = (1_usize, sizes);
     while let [first, others @ ..] = rest {

@@ -4,8 +4,9 @@ use crate::model::MAX_SLICES;
 
 /// The outputs of a linear layer: one matrix of all slices, slice after slice, or a matrix of each slice.
 ///
-/// Operations on linear layers take [what is made into this](IntoSlices): a matrix, an array of matrices, or a collected iterator. Both
-/// forms take one launch and give the same bits. The matrices may be in buffers of their own, with row strides of their own, and cannot overlap.
+/// Operations on linear layers take [what is made into this](IntoSlices): a matrix, an array of matrices, or a
+/// collected iterator. Both forms take one launch and give the same bits. The matrices may be in buffers of their own,
+/// with row strides of their own, and cannot overlap.
 ///
 /// ```
 /// use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};

@@ -6,8 +6,8 @@ use crate::unique::unique;
 
 /// The slot of a token's adapter, with the adapter that is in it, or [`Slot::BASE`] for the base model.
 ///
-/// A load, a table or a lease hands it out. It names that adapter alone: once the slot has another adapter or none, and in any other table
-/// or pool, steps refuse it. No two loads of a process, nor two copies of pools, have equal slots.
+/// A load, a table or a lease hands it out. It names that adapter alone: once the slot has another adapter or none, and
+/// in any other table or pool, steps refuse it. No two loads of a process, nor two copies of pools, have equal slots.
 ///
 /// ```
 /// use aril::{adapter::SlotImage, cpu::{WeightTable, Workspace}, error::{LoadError, OperandError}, routing::Batch};
@@ -47,8 +47,8 @@ impl Slot {
         if self.number < 0 { None } else { Some(self.number as usize) }
     }
 
-    /// The index of the slot, or -1 for [`Slot::BASE`]: what kernels read, for slots in device memory and the raw API. It does not say
-    /// which adapter is in the slot.
+    /// The index of the slot, or -1 for [`Slot::BASE`]: what kernels read, for slots in device memory and the raw API.
+    /// It does not say which adapter is in the slot.
     pub const fn number(self) -> i32 {
         self.number
     }

@@ -19,7 +19,8 @@ pub use crate::arena::blocks::Usage;
 macro_rules! table_methods {
     ($($slots:ident).+) => {
         impl WeightTable {
-            /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from now on.
+            /// Gives the table to a pool: only the handle that this returns, and its clones, load, unload and step from
+            /// now on.
             pub(crate) fn claim(&self) -> Result<Self, SlotError> {
                 self.$($slots).+.claim()?;
                 Ok(Self { is_owner: true, ..self.clone() })
@@ -40,8 +41,8 @@ macro_rules! table_methods {
                 self.$($slots).+.check_index(slot)
             }
 
-            /// Rejects a batch that names a slot whose adapter is not in the table now. The slots of a pool's batch are those of its leases,
-            /// which the pool checks.
+            /// Rejects a batch that names a slot whose adapter is not in the table now. The slots of a pool's batch are
+            /// those of its leases, which the pool checks.
             pub(super) fn check_loaded(&self, slots: &[Slot]) -> Result<(), OperandError> {
                 if self.is_owner { Ok(()) } else { self.$($slots).+.check_loaded(slots) }
             }
@@ -57,7 +58,8 @@ macro_rules! table_methods {
             }
 
             /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
-            /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token, and allocates.
+            /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token,
+            /// and allocates.
             pub fn ranks(&self, batch: &Batch<'_>) -> usize {
                 self.$($slots).+.lock().ranks(batch.slots())
             }
@@ -166,8 +168,8 @@ impl<B> Slots<B> {
         self.is_claimed.load(Ordering::SeqCst)
     }
 
-    /// Locks the blocks. A panic of another thread cannot leave them inconsistent, because each change is the last step of its
-    /// call.
+    /// Locks the blocks. A panic of another thread cannot leave them inconsistent, because each change is the last step
+    /// of its call.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Contents<B>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -182,8 +184,8 @@ impl<B> Slots<B> {
         if slot < num_slots { Ok(()) } else { Err(SlotError::NoSuchSlot { slot, num_slots }) }
     }
 
-    /// Invalidates a slot's generation, runs `change`, and restores the generation if `change` fails. Work enqueued before a
-    /// successful `check` was therefore enqueued before the change.
+    /// Invalidates a slot's generation, runs `change`, and restores the generation if `change` fails. Work enqueued
+    /// before a successful `check` was therefore enqueued before the change.
     #[cfg(feature = "cuda")]
     pub(crate) fn changing<E>(
         &self,

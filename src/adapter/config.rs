@@ -1,8 +1,9 @@
-//! `adapter_config.json`: the scaling of factors, the modules that they belong to, and features that are not plain LoRA.
+//! `adapter_config.json`: the scaling of factors, the modules that they belong to, and features that are not plain
+//! LoRA.
 //!
-//! A field that is present has the meaning that PEFT gives it, and tensors that contradict it are rejected. The tensors stand in
-//! for an absent field; only `peft_type` and `lora_alpha` are required. Invariant: every unknown field has a value that enables
-//! nothing.
+//! A field that is present has the meaning that PEFT gives it, and tensors that contradict it are rejected. The tensors
+//! stand in for an absent field; only `peft_type` and `lora_alpha` are required. Invariant: every unknown field has a
+//! value that enables nothing.
 
 use std::collections::{HashMap, HashSet};
 
@@ -39,7 +40,8 @@ pub(super) struct Config {
     target_parameters: Option<HashSet<String>>,
     /// Whether PEFT gives the head and the embedding of a model that ties them the same factors.
     ties: bool,
-    /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if `peft_version` says so.
+    /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if
+    /// `peft_version` says so.
     pub(super) swaps_features: Option<bool>,
 }
 
@@ -97,7 +99,8 @@ struct Order {
 #[derive(Default)]
 struct Places(HashMap<String, usize>);
 
-/// Plain keys of one length by their form, and then by their bytes, which are 0 at wildcards: their places in the file and their values.
+/// Plain keys of one length by their form, and then by their bytes, which are 0 at wildcards: their places in the file
+/// and their values.
 type Forms<V> = HashMap<Form, HashMap<Vec<u8>, (usize, V)>>;
 
 /// What plain keys have in common.
@@ -169,7 +172,8 @@ impl Config {
         Ok(config)
     }
 
-    /// Rejects factors of the head or of the embedding alone if PEFT ties them, and factors of a tied head that are not the embedding's.
+    /// Rejects factors of the head or of the embedding alone if PEFT ties them, and factors of a tied head that are not
+    /// the embedding's.
     pub(super) fn check_tied(&self, modules: &[Module], work: &Work) -> Result<(), AdapterError> {
         let of = |kind| modules.iter().find(move |module| module.kind == kind && self.is_tied(&module.path));
         let (embedding, head) = match (of(ModuleKind::Embedding), of(ModuleKind::Linear)) {
@@ -190,7 +194,8 @@ impl Config {
         self.ties && names::is_embedding_or_head(path)
     }
 
-    /// Decides between PEFT's readings of the layers' numbers by the paths that have factors, if `peft_version` does not.
+    /// Decides between PEFT's readings of the layers' numbers by the paths that have factors, if `peft_version` does
+    /// not.
     pub(super) fn settle_layers<'a>(&mut self, mut paths: impl Iterator<Item = &'a String>) {
         let Some(layers) = self.layers.as_ref().filter(|layers| layers.number.is_none()) else { return };
         let is_parameter = |path: &str| names::is_parameter(path) || self.weight_among_parameters(path).is_some();
@@ -275,9 +280,10 @@ impl Config {
         path.filter(|path| self.targets_parameter(path))
     }
 
-    /// The scaling of a module: α/r, or α/√r with `use_rslora`. As in PEFT, α is the value of the first key of `alpha_pattern` that
-    /// matches the end of the path after a dot, else `lora_alpha`. The path of a layer whose weight is a parameter is that of the weight.
-    /// The required rank is looked up likewise, and `a` names the factor in the error.
+    /// The scaling of a module: α/r, or α/√r with `use_rslora`. As in PEFT, α is the value of the first key of
+    /// `alpha_pattern` that matches the end of the path after a dot, else `lora_alpha`. The path of a layer whose
+    /// weight is a parameter is that of the weight. The required rank is looked up likewise, and `a` names the factor
+    /// in the error.
     pub(super) fn scaling(&self, module: &str, rank: usize, a: &TensorName, work: &Work) -> Result<f32, AdapterError> {
         let unmatched = |unmatched| self.unmatched(unmatched, work);
         let weight = self.weight_among_parameters(module);
@@ -493,8 +499,9 @@ impl Layers {
         Ok(Some(Self { numbers, names: places, number }))
     }
 
-    /// Whether a path is in one of the layers. The layer's number is the first or the last numeric component that is followed by another
-    /// component and preceded by one of the names, or, without names, by any two components. A name may begin the path since PEFT 0.21.
+    /// Whether a path is in one of the layers. The layer's number is the first or the last numeric component that is
+    /// followed by another component and preceded by one of the names, or, without names, by any two components. A name
+    /// may begin the path since PEFT 0.21.
     fn have(&self, path: &str) -> bool {
         let components: Vec<_> = path.split('.').collect();
         let is_number = |window: &[&str]| !window[1].is_empty() && window[1].bytes().all(|byte| byte.is_ascii_digit());
@@ -586,7 +593,8 @@ fn is_read(field: &str) -> bool {
     )
 }
 
-/// Fields that describe the training, or the programs that it used, and do not affect the weights. The first are PEFT's.
+/// Fields that describe the training, or the programs that it used, and do not affect the weights. The first are
+/// PEFT's.
 fn is_informational(field: &str) -> bool {
     matches!(
         field,
@@ -599,7 +607,8 @@ fn is_informational(field: &str) -> bool {
             | "qalora_group_size"
             | "runtime_config"
             | "megatron_core"
-            // ms-swift 4.6, swift/tuners/lora.py: the tuner's name, what factors were trained in, and LoRA+'s learning rates.
+            // ms-swift 4.6, swift/tuners/lora.py: the tuner's name, what factors were trained in, and LoRA+'s learning
+            // rates.
             | "swift_type"
             | "lora_dtype"
             | "lorap_lr_ratio"
@@ -625,10 +634,11 @@ fn is_neutral(value: &Value) -> bool {
     }
 }
 
-/// Whether PEFT 0.21 adds the factors to the base model's own weights when it loads an adapter with this initialisation, which
-/// `LoraLayer.update_layer` and `Embedding.update_layer` (peft/tuners/lora/layer.py) decide. PiSSA, CorDA, OLoRA and LoftQ change the
-/// base weights there. Without its gradients, which no saved adapter has, LoRA-GA does not. What PEFT does not know is an error there.
-/// An adapter that PEFT converted when it saved it says `true`.
+/// Whether PEFT 0.21 adds the factors to the base model's own weights when it loads an adapter with this
+/// initialisation, which `LoraLayer.update_layer` and `Embedding.update_layer` (peft/tuners/lora/layer.py) decide.
+/// PiSSA, CorDA, OLoRA and LoftQ change the base weights there. Without its gradients, which no saved adapter has,
+/// LoRA-GA does not. What PEFT does not know is an error there. An adapter that PEFT converted when it saved it says
+/// `true`.
 fn keeps_base_weights(init: &Value) -> bool {
     match init {
         Value::Bool(_) => true,
@@ -712,8 +722,8 @@ fn version(text: &str) -> Option<Version> {
     Some(Version { minor: (numbers.next()??, numbers.next()??), is_dev: text.contains("dev") })
 }
 
-/// Whether this PEFT version maps n to m features for a parameter `[experts, m, n]`: yes from 0.19, unless the module is
-/// transposed. Development versions between 0.18 and 0.19 may do either.
+/// Whether this PEFT version maps n to m features for a parameter `[experts, m, n]`: yes from 0.19, unless the module
+/// is transposed. Development versions between 0.18 and 0.19 may do either.
 fn swaps_features(version: Version) -> Option<bool> {
     match version {
         Version { minor: (0, 18), is_dev: true } => None,

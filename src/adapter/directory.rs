@@ -76,7 +76,8 @@ impl Directory {
         Ok((directory, parsed))
     }
 
-    /// Calls `read` with the adapter and its image. Rejects files that are not those that were checked, or are modified meanwhile.
+    /// Calls `read` with the adapter and its image. Rejects files that are not those that were checked, or are modified
+    /// meanwhile.
     pub(crate) fn read<R>(&self, read: impl FnOnce(&Planned) -> Result<R, LoadError>) -> Result<R, LoadError> {
         let parsed = self.parsed()?;
         self.keep(&parsed);
@@ -202,7 +203,8 @@ mod tests {
         Directory::open(dir, Opener::default(), None, &model(TpRank::SINGLE), DType::F32).unwrap().0
     }
 
-    /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed anew for it.
+    /// A file that is changed, replaced or gone is an error of the next read, whether or not the directory is parsed
+    /// anew for it.
     #[test]
     fn changes_between_reads_are_refused() {
         let touch = |path: &Path| {
@@ -280,7 +282,8 @@ mod tests {
         assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
     }
 
-    /// Elements that are converted when they are packed are those that are converted at once, also where a rank has the last of them alone.
+    /// Elements that are converted when they are packed are those that are converted at once, also where a rank has the
+    /// last of them alone.
     #[test]
     fn elements_are_converted_in_place() {
         let doubles: Vec<u8> = (0..16).flat_map(|i| (f64::from(i) / 7.0).to_le_bytes()).collect();

@@ -12,8 +12,8 @@ use crate::{DType, model::MAX_RANK};
 
 /// An adapter that is malformed or not supported. Every tensor and every field is used or rejected by name.
 ///
-/// Messages are one line. Names and values from the adapter are escaped if they are not printable, and shortened if they are long;
-/// the fields hold them in full.
+/// Messages are one line. Names and values from the adapter are escaped if they are not printable, and shortened if
+/// they are long; the fields hold them in full.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
@@ -133,7 +133,8 @@ pub enum AdapterError {
         /// Why it is not supported.
         reason: &'static str,
     },
-    /// A pattern is not a regular expression that Python and this crate interpret alike, is too large, or takes too long to match.
+    /// A pattern is not a regular expression that Python and this crate interpret alike, is too large, or takes too
+    /// long to match.
     #[error("adapter_config.json: the pattern `{key}` in `{field}` is not supported: {reason}", key = Escaped(key))]
     Pattern {
         /// The field of the pattern.
@@ -331,7 +332,8 @@ pub enum AdapterError {
         /// Paths of the matching modules.
         places: Vec<String>,
     },
-    /// Two modules match the same module of the model: a fused module and one of its parts, or two spellings of one path.
+    /// Two modules match the same module of the model: a fused module and one of its parts, or two spellings of one
+    /// path.
     #[error("the modules `{module}` and `{other}` match the same module of the model",
         module = Escaped(module), other = Escaped(other))]
     Overlap {
@@ -463,8 +465,8 @@ fn stand_in(bytes: &[u8]) -> Option<&'static str> {
 pub struct TensorName {
     /// The key, as the file spells it.
     pub key: String,
-    /// The file, or `file N` for [`Adapter::from_safetensors`](super::Adapter::from_safetensors). `None` for tensors passed in
-    /// memory.
+    /// The file, or `file N` for [`Adapter::from_safetensors`](super::Adapter::from_safetensors). `None` for tensors
+    /// passed in memory.
     pub file: Option<PathBuf>,
 }
 

@@ -6,7 +6,8 @@ use std::fmt;
 const HEAD: usize = 120;
 const TAIL: usize = 60;
 
-/// Displays a value that came from a file or a request, such as a name in a log, on one line. Unprintable characters are escaped, and the middle of a long text is omitted.
+/// Displays a value that came from a file or a request, such as a name in a log, on one line. Unprintable characters
+/// are escaped, and the middle of a long text is omitted.
 #[derive(Clone, Copy, Debug)]
 pub struct Escaped<T>(
     /// The value.

@@ -1,8 +1,8 @@
 //! The files of an adapter's directory.
 //!
-//! Only safetensors are read, because loading a pickle can execute code. Other files, such as a tokenizer, are ignored. Invariants:
-//! every tensor is where the index says, if there is one; only regular files are read; and no memory is allocated on the word of a
-//! malformed file.
+//! Only safetensors are read, because loading a pickle can execute code. Other files, such as a tokenizer, are ignored.
+//! Invariants: every tensor is where the index says, if there is one; only regular files are read; and no memory is
+//! allocated on the word of a malformed file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +39,8 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Size limit of a safetensors header, in bytes: that of the safetensors crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// A tensor of a file, or an error if its element type is not supported. The error matters only if the adapter uses the tensor.
+/// A tensor of a file, or an error if its element type is not supported. The error matters only if the adapter uses the
+/// tensor.
 pub(super) type Stored = (TensorName, Result<Tensor, AdapterError>);
 
 /// How a weight file is read.
@@ -102,15 +103,16 @@ impl Opened {
     }
 }
 
-/// Opens the files of an adapter for reading, by the paths of the directory's files. It may refuse some of them, such as those that links
-/// lead to from outside a folder.
+/// Opens the files of an adapter for reading, by the paths of the directory's files. It may refuse some of them, such
+/// as those that links lead to from outside a folder.
 #[derive(Clone)]
 pub struct Opener(Arc<Open>);
 
 type Open = dyn Fn(&Path) -> io::Result<File> + Send + Sync;
 
 impl Opener {
-    /// An opener. It must not wait, as opening a pipe does for its other end. What is no regular file is refused after it.
+    /// An opener. It must not wait, as opening a pipe does for its other end. What is no regular file is refused after
+    /// it.
     pub fn new(open: impl Fn(&Path) -> io::Result<File> + Send + Sync + 'static) -> Self {
         Self(Arc::new(open))
     }
@@ -286,7 +288,8 @@ struct Index {
 
 #[expect(unsafe_code, reason = "maps weight files instead of copying them")]
 fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::map` requires that nobody changes the file.
+    // SAFETY: the map is only read, as bytes, which may have any value. `Adapter::map` requires that nobody changes the
+    // file.
     unsafe { Mmap::map(file) }
 }
 

@@ -11,8 +11,8 @@ use crate::digest;
 const PART_BYTES: usize = 1 << 20;
 
 impl Adapter {
-    /// A number that depends on the configuration, and on the names, the shapes and all bytes of the factors, which it reads on rayon's
-    /// threads. It does not depend on how the factors are stored in files, nor on the rank.
+    /// A number that depends on the configuration, and on the names, the shapes and all bytes of the factors, which it
+    /// reads on rayon's threads. It does not depend on how the factors are stored in files, nor on the rank.
     pub(crate) fn fingerprint(&self) -> Result<u64, AdapterError> {
         let modules = self.modules.iter().map(|module| (&module.path, [&module.a.tensor, &module.b.tensor]));
         let stacks = self.stacks.iter().chain(&self.empty).map(|stack| (&stack.path, [&stack.a.1, &stack.b.1]));

@@ -49,7 +49,8 @@ pub struct ImageEntry {
     pub entry: usize,
     /// Offset of A in the block, in elements.
     pub a_elems: usize,
-    /// Rows of A in the block: the rank, or, in a [fully sharded](crate::model::Shard::fully_sharded) layer, fewer or none.
+    /// Rows of A in the block: the rank, or, in a [fully sharded](crate::model::Shard::fully_sharded) layer, fewer or
+    /// none.
     pub a_rank: usize,
     /// Offset of B in the block, in elements.
     pub b_elems: usize,
@@ -63,7 +64,8 @@ pub struct ImageEntry {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SharedEntry {
-    /// Descriptor-table entry: [`ProjectionSite::shared_entry`](crate::model::ProjectionSite::shared_entry) plus the slice.
+    /// Descriptor-table entry: [`ProjectionSite::shared_entry`](crate::model::ProjectionSite::shared_entry) plus the
+    /// slice.
     pub entry: usize,
     /// Offset of A in the block, in elements, if A is shared.
     pub a_elems: Option<usize>,
@@ -116,8 +118,8 @@ impl<'a> SlotImage<'a> {
         &self.model
     }
 
-    /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules of this rank's
-    /// model. `usize::MAX` if it is larger.
+    /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules
+    /// of this rank's model. `usize::MAX` if it is larger.
     pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
         let max_rank = max_rank.min(MAX_RANK);
         let factors = |a_rank, in_features, out_features| {
@@ -156,7 +158,8 @@ impl<'a> SlotImage<'a> {
         &self.entries
     }
 
-    /// What the experts of each adapted layer have in common, for each of its modules. Their entries are distinct from those of [`entries`](Self::entries).
+    /// What the experts of each adapted layer have in common, for each of its modules. Their entries are distinct from
+    /// those of [`entries`](Self::entries).
     pub fn shared(&self) -> &[SharedEntry] {
         &self.shared
     }
@@ -171,8 +174,8 @@ impl<'a> SlotImage<'a> {
         self.elems * self.dtype.bytes()
     }
 
-    /// Writes the block in the formats of [`layout`](super::layout), on rayon's threads. Weights are converted to the block's
-    /// element type by rounding to nearest, ties to even.
+    /// Writes the block in the formats of [`layout`](super::layout), on rayon's threads. Weights are converted to the
+    /// block's element type by rounding to nearest, ties to even.
     ///
     /// # Errors
     /// [`AdapterError::Unrepresentable`] if a weight is NaN or infinite, or becomes infinite by rounding.
@@ -184,8 +187,8 @@ impl<'a> SlotImage<'a> {
         write_parts(self.dtype, &self.parts, block)
     }
 
-    /// Writes the block as [`write_to`](Self::write_to) does, and calls `written` with the offset and the bytes of each consecutive part
-    /// of whole factors, of some `part_bytes` bytes, on the thread that has written it.
+    /// Writes the block as [`write_to`](Self::write_to) does, and calls `written` with the offset and the bytes of each
+    /// consecutive part of whole factors, of some `part_bytes` bytes, on the thread that has written it.
     #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "the CPU copies nothing"))]
     pub(crate) fn write_in_parts(
         &self,
@@ -218,8 +221,8 @@ impl<'a> SlotImage<'a> {
         error.map_or(Ok(()), Err)
     }
 
-    /// Splits the block into consecutive pieces of at most `max_bytes` bytes, so that it can be copied to a device without ever
-    /// being whole on the host.
+    /// Splits the block into consecutive pieces of at most `max_bytes` bytes, so that it can be copied to a device
+    /// without ever being whole on the host.
     ///
     /// ```
     /// # use aril::adapter::{AdapterError, MIN_STAGING_BYTES, SlotImage};
@@ -311,7 +314,8 @@ fn write<T: Element>(sources: &[Rectangle<'_>], mut block: &mut [u8]) -> Result<
     } else {
         groups.into_par_iter().enumerate().filter_map(failure).collect()
     };
-    // The error of the first factor, whichever thread has found one first, with the place of a weight that is still there.
+    // The error of the first factor, whichever thread has found one first, with the place of a weight that is still
+    // there.
     let failed = sources.iter().zip(group_of).filter(|(_, group)| failures.contains_key(group));
     let failed: Vec<_> = failed.map(|(source, _)| source).collect();
     let error = if is_nested {
@@ -349,7 +353,8 @@ mod tests {
         }
     }
 
-    /// Loads on rayon's threads take up each other, but a thread is within two of them at most. What they write is right.
+    /// Loads on rayon's threads take up each other, but a thread is within two of them at most. What they write is
+    /// right.
     #[test]
     fn loads_do_not_nest_without_bound() {
         const LAYERS: usize = 16;

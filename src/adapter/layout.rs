@@ -1,10 +1,11 @@
 //! The memory layout of factors in an adapter's block, which is the order in which kernels read them.
 //!
-//! A of a linear module, and every B, consist of 8 × 8 cores, the operand shape of tensor-core instructions. A of an embedding is
-//! row-major, so that one token reads one row. Offsets are in elements and independent of the element type.
+//! A of a linear module, and every B, consist of 8 × 8 cores, the operand shape of tensor-core instructions. A of an
+//! embedding is row-major, so that one token reads one row. Offsets are in elements and independent of the element
+//! type.
 //!
-//! Invariant: ranks are padded to a multiple of 8, and features to a multiple of 256 in A of a linear module and of 64 elsewhere.
-//! Padding is zero. Kernels rely on it.
+//! Invariant: ranks are padded to a multiple of 8, and features to a multiple of 256 in A of a linear module and of 64
+//! elsewhere. Padding is zero. Kernels rely on it.
 
 use crate::{
     ffi,
@@ -74,8 +75,8 @@ impl EmbeddingA {
     }
 }
 
-/// B of any module: cores `[out_features / 64][rank / 8][2 i][4 j]`, each `[8 n][8 ranks]`. Row `n` of core `(i, j)` holds output
-/// `32 * i + 8 * (n / 2) + 2 * j + n % 2` of the 64.
+/// B of any module: cores `[out_features / 64][rank / 8][2 i][4 j]`, each `[8 n][8 ranks]`. Row `n` of core `(i, j)`
+/// holds output `32 * i + 8 * (n / 2) + 2 * j + n % 2` of the 64.
 ///
 /// With this order, multiplying by four consecutive cores leaves eight consecutive outputs in each lane of a warp.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

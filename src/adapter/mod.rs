@@ -1,10 +1,10 @@
 //! LoRA adapters in PEFT's format, and their images in a slot.
 //!
-//! [`Adapter::open`] reads the files of a directory, and [`Adapter::map`] maps them. [`Adapter::from_safetensors`] takes the
-//! bytes of such files, and [`Adapter::from_tensors`] takes tensors. Each reads `adapter_config.json` and the names and shapes of
-//! the tensors, and rejects by name whatever cannot be served exactly. [`Adapter::plan`] places the adapter in a
-//! [`Model`](crate::model::Model) and selects what this rank needs. [`SlotImage::write_to`] then reads each weight once. Training,
-//! merging and residency are out of scope.
+//! [`Adapter::open`] reads the files of a directory, and [`Adapter::map`] maps them. [`Adapter::from_safetensors`]
+//! takes the bytes of such files, and [`Adapter::from_tensors`] takes tensors. Each reads `adapter_config.json` and the
+//! names and shapes of the tensors, and rejects by name whatever cannot be served exactly. [`Adapter::plan`] places the
+//! adapter in a [`Model`](crate::model::Model) and selects what this rank needs. [`SlotImage::write_to`] then reads
+//! each weight once. Training, merging and residency are out of scope.
 //!
 //! ```no_run
 //! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
@@ -17,8 +17,8 @@
 //! # }
 //! ```
 //!
-//! Invariant: every tensor of an adapter is used or rejected. Only an empty tensor may go unused, as the factor of a gate that
-//! ungated experts lack.
+//! Invariant: every tensor of an adapter is used or rejected. Only an empty tensor may go unused, as the factor of a
+//! gate that ungated experts lack.
 //!
 //! # Compatibility with PEFT
 //!
@@ -39,26 +39,29 @@
 //!
 //! Deliberate differences from PEFT:
 //!
-//! - If `r`, `target_modules` or `target_parameters` is absent, the tensors decide; PEFT uses defaults. Trainers that send adapters
-//!   from memory often write only `peft_type` and `lora_alpha`.
-//! - With `"target_modules": "all-linear"`, factors of `lm_head` or of an embedding are rejected, because PEFT drops them. A head
-//!   named `unembed_tokens` is accepted, because the trainers that use this name train it.
-//! - Keys may carry or lack wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name (all or none), and outer
-//!   module names of other versions or frameworks. PEFT drops every key that is not exactly its own. A module that the model lacks is
-//!   rejected, as are an embedding's factors for a linear layer and a linear layer's for an embedding. Factors named
-//!   `lm_head.lora_embedding_A` and `_B`, as tokenspeed writes them, are a head's if they have its shapes, `[r, hidden]` and `[vocab, r]`.
-//! - PEFT saves the weight of an adapted embedding or head (`base_layer.weight`), or of both (`save_embedding_layers`), and loads it over
-//!   the base model's weight. Such an adapter is rejected until the engine has compared the two: [`Adapter::compare_base_weights`].
+//! - If `r`, `target_modules` or `target_parameters` is absent, the tensors decide; PEFT uses defaults. Trainers that
+//!   send adapters from memory often write only `peft_type` and `lora_alpha`.
+//! - With `"target_modules": "all-linear"`, factors of `lm_head` or of an embedding are rejected, because PEFT drops
+//!   them. A head named `unembed_tokens` is accepted, because the trainers that use this name train it.
+//! - Keys may carry or lack wrappers (`base_model.model`, `module`, `_orig_mod`, FSDP's), the adapter's name (all or
+//!   none), and outer module names of other versions or frameworks. PEFT drops every key that is not exactly its own. A
+//!   module that the model lacks is rejected, as are an embedding's factors for a linear layer and a linear layer's for
+//!   an embedding. Factors named `lm_head.lora_embedding_A` and `_B`, as tokenspeed writes them, are a head's if they
+//!   have its shapes, `[r, hidden]` and `[vocab, r]`.
+//! - PEFT saves the weight of an adapted embedding or head (`base_layer.weight`), or of both (`save_embedding_layers`),
+//!   and loads it over the base model's weight. Such an adapter is rejected until the engine has compared the two:
+//!   [`Adapter::compare_base_weights`].
 //! - `peft_type` may be lower case.
 //!
-//! Factors in files are BF16, F16, F32, F64 or F8_E4M3. F64 is rounded to F32 when it is read: PEFT loads such factors into F32, and torch
-//! rounds F64 to F32 on the way to 16 bits, too. F8_E4M3, without scales as PEFT reads it, becomes BF16, which is exact.
+//! Factors in files are BF16, F16, F32, F64 or F8_E4M3. F64 is rounded to F32 when it is read: PEFT loads such factors
+//! into F32, and torch rounds F64 to F32 on the way to 16 bits, too. F8_E4M3, without scales as PEFT reads it, becomes
+//! BF16, which is exact.
 //!
 //! # Experts
 //!
-//! Factors of experts come one expert at a time, or stacked in one pair of tensors in several formats. The latter are [`Stack`]s
-//! until a model determines the number of experts. `{proj}` is `gate_proj`, `up_proj`, `down_proj` or `gate_up_proj`, or `w1`, `w3`
-//! or `w2`. `E` is the number of experts:
+//! Factors of experts come one expert at a time, or stacked in one pair of tensors in several formats. The latter are
+//! [`Stack`]s until a model determines the number of experts. `{proj}` is `gate_proj`, `up_proj`, `down_proj` or
+//! `gate_up_proj`, or `w1`, `w3` or `w2`. `E` is the number of experts:
 //!
 //! | format | keys | A | B | written by |
 //! |---|---|---|---|---|
@@ -68,13 +71,13 @@
 //! | side by side | `shared_experts.{proj}` | `[r, in]`; for down `[r, E in]` | `[E out, r]`; for down `[out, r]` | Inkling's shared experts |
 //! | parameters | `experts`, `experts.base_layer` | `[E r, in]`, expert slowest | `[out, r E]`, expert fastest | PEFT's `target_parameters` |
 //!
-//! The factors of a parameter may also be those of the transposed delta, with `in` and `out` exchanged ([`Orientation`]). If
-//! `peft_version`, `target_parameters` and the shapes do not determine the format, the adapter is rejected. A stacked gate-up may
-//! have one A for each half. Gate-up factors are split in the checkpoint's order
+//! The factors of a parameter may also be those of the transposed delta, with `in` and `out` exchanged
+//! ([`Orientation`]). If `peft_version`, `target_parameters` and the shapes do not determine the format, the adapter is
+//! rejected. A stacked gate-up may have one A for each half. Gate-up factors are split in the checkpoint's order
 //! ([`Experts::stored_halves`](crate::model::Experts::stored_halves)).
 //!
-//! All formats give the same image. It stores shared factors once ([`SlotImage::shared`]), and other factors only for the experts
-//! on this rank.
+//! All formats give the same image. It stores shared factors once ([`SlotImage::shared`]), and other factors only for
+//! the experts on this rank.
 
 mod config;
 mod directory;

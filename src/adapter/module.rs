@@ -107,7 +107,8 @@ impl Module {
     }
 }
 
-/// The factors of several experts in one pair of tensors. Their rank depends on the number of experts, which only a model knows.
+/// The factors of several experts in one pair of tensors. Their rank depends on the number of experts, which only a
+/// model knows.
 #[derive(Debug)]
 pub struct Stack {
     pub(super) path: String,
@@ -116,8 +117,8 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// Path as the adapter spells it: of a module of all experts, such as `model.layers.0.mlp.experts.down_proj`; or, for PEFT's
-    /// `target_parameters`, of the experts themselves, possibly with `base_layer` components.
+    /// Path as the adapter spells it: of a module of all experts, such as `model.layers.0.mlp.experts.down_proj`; or,
+    /// for PEFT's `target_parameters`, of the experts themselves, possibly with `base_layer` components.
     pub fn path(&self) -> &str {
         &self.path
     }

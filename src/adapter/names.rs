@@ -1,7 +1,7 @@
 //! The grammar of tensor keys: the module and factor that a key names, and how other frameworks spell the same module.
 //!
-//! It sees neither shapes nor models. Invariants: names are compared by whole path components, never by substring; and a key is a
-//! factor, a known exception or an error.
+//! It sees neither shapes nor models. Invariants: names are compared by whole path components, never by substring; and
+//! a key is a factor, a known exception or an error.
 
 use super::{
     error::{AdapterError, TensorName},
@@ -29,7 +29,8 @@ pub(super) enum Side {
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Named {
     Factor(Key),
-    /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either, and with others if it is told to.
+    /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either, and with others
+    /// if it is told to.
     BaseWeight(String),
 }
 
@@ -93,8 +94,8 @@ fn unsupported(components: &[&str]) -> Option<&'static str> {
     }
 }
 
-/// Removes the components that training wrappers add: PEFT's and DDP's in front, those of `torch.compile`, FSDP and checkpointing
-/// anywhere.
+/// Removes the components that training wrappers add: PEFT's and DDP's in front, those of `torch.compile`, FSDP and
+/// checkpointing anywhere.
 fn unwrapped<'a>(path: &[&'a str]) -> Vec<&'a str> {
     const INSIDE: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
     let path: Vec<_> = path.iter().copied().filter(|component| !INSIDE.contains(component)).collect();
@@ -118,8 +119,8 @@ const STEMS: [&str; 9] = [
     "transformer",
 ];
 
-/// Alternative names of modules that exist once in a model. Meta's names (`wq`, `w1` and so on) are not listed: Meta orders the
-/// features of q and k differently, so such adapters must be rejected.
+/// Alternative names of modules that exist once in a model. Meta's names (`wq`, `w1` and so on) are not listed: Meta
+/// orders the features of q and k differently, so such adapters must be rejected.
 const ALIASES: [(&str, &str); 9] = [
     ("unembed_tokens", "lm_head"),
     ("output", "lm_head"),

@@ -7,8 +7,9 @@ thread_local! {
     pub(super) static WRITING: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A piece that this thread writes. While it waits for rayon's other threads, it may take up another load, which has memory of its own. That
-/// one it writes alone, without waiting: otherwise it could take up one load after the other, each within the one before.
+/// A piece that this thread writes. While it waits for rayon's other threads, it may take up another load, which has
+/// memory of its own. That one it writes alone, without waiting: otherwise it could take up one load after the other,
+/// each within the one before.
 pub(super) struct Writing;
 
 impl Writing {

@@ -27,8 +27,8 @@ pub struct Adapter {
     pub(super) config: Config,
     pub(super) modules: Vec<Module>,
     pub(super) stacks: Vec<Stack>,
-    /// Factors with zero elements, which some trainers write for modules that ungated experts lack. Only a model can tell whether
-    /// the module is missing.
+    /// Factors with zero elements, which some trainers write for modules that ungated experts lack. Only a model can
+    /// tell whether the module is missing.
     pub(super) empty: Vec<Stack>,
     pub(super) base_weights: Vec<BaseWeight>,
     pub(super) orientation: Option<Orientation>,
@@ -37,11 +37,12 @@ pub struct Adapter {
 impl Adapter {
     /// Opens the adapter in a directory: `adapter_config.json`, and safetensors in one file or in shards with an index.
     ///
-    /// The weight files are read into memory, which takes as many bytes as they have. What is done to them later has no effect.
+    /// The weight files are read into memory, which takes as many bytes as they have. What is done to them later has no
+    /// effect.
     ///
     /// # Errors
-    /// [`AdapterError`] if a file is missing, unreadable or malformed, has anything unsupported in it, or is modified while it is read,
-    /// or if memory is exhausted.
+    /// [`AdapterError`] if a file is missing, unreadable or malformed, has anything unsupported in it, or is modified
+    /// while it is read, or if memory is exhausted.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
         Self::open_with(dir, &Opener::default())
     }
@@ -60,9 +61,9 @@ impl Adapter {
     /// As for [`open`](Self::open).
     ///
     /// # Safety
-    /// Nothing modifies or truncates the weight files while the adapter, a clone of one of its tensors or a [`Source`](crate::pool::Source)
-    /// of it is alive: the bytes of a map are Rust's to read, and reading past the end of a truncated file kills the process with `SIGBUS`.
-    /// To replace a file by renaming another over it is safe.
+    /// Nothing modifies or truncates the weight files while the adapter, a clone of one of its tensors or a
+    /// [`Source`](crate::pool::Source) of it is alive: the bytes of a map are Rust's to read, and reading past the end
+    /// of a truncated file kills the process with `SIGBUS`. To replace a file by renaming another over it is safe.
     #[expect(unsafe_code, reason = "its caller has an obligation")]
     pub unsafe fn map(dir: impl AsRef<Path>) -> Result<Self, AdapterError> {
         Ok(Self::load(dir.as_ref(), Access::Map, &Opener::default())?.0)
@@ -78,8 +79,8 @@ impl Adapter {
 
     /// Opens an adapter from the bytes of one or more safetensors files and the text of its `adapter_config.json`.
     ///
-    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any other
-    /// handle, and must not change while the adapter is alive.
+    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any
+    /// other handle, and must not change while the adapter is alive.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -104,8 +105,8 @@ impl Adapter {
         Self::assemble(config, tensors)
     }
 
-    /// Opens an adapter from tensors in memory, such as a trainer sends. `config` is the text of an `adapter_config.json`. Tensors
-    /// are named as in PEFT's files, with or without `base_model.model.`.
+    /// Opens an adapter from tensors in memory, such as a trainer sends. `config` is the text of an
+    /// `adapter_config.json`. Tensors are named as in PEFT's files, with or without `base_model.model.`.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
@@ -118,25 +119,26 @@ impl Adapter {
         Self::assemble(config, tensors.into_iter().map(named))
     }
 
-    /// Sets the orientation of the factors of PEFT's `target_parameters`, instead of deriving it from `peft_version` and the
-    /// shapes. Use it for adapters that are rejected as ambiguous, and for adapters that a later PEFT has saved again, which keeps
-    /// the original `peft_version`.
+    /// Sets the orientation of the factors of PEFT's `target_parameters`, instead of deriving it from `peft_version`
+    /// and the shapes. Use it for adapters that are rejected as ambiguous, and for adapters that a later PEFT has saved
+    /// again, which keeps the original `peft_version`.
     #[must_use]
     #[doc(alias = "is_3d_lora_weight")]
     pub fn oriented(self, orientation: Orientation) -> Self {
         Self { id: unique(), orientation: Some(orientation), ..self }
     }
 
-    /// The adapter's copies of base weights that have not been compared yet. PEFT saves the embedding and head weights with every
-    /// adapter of either, and loads them over the base model's.
+    /// The adapter's copies of base weights that have not been compared yet. PEFT saves the embedding and head weights
+    /// with every adapter of either, and loads them over the base model's.
     pub fn base_weights(&self) -> &[BaseWeight] {
         &self.base_weights
     }
 
-    /// Checks that the adapter's copies of base weights equal the base model's: calls `is_same` for each, then forgets them. An
-    /// adapter with uncompared base weights cannot be [planned](Self::plan).
+    /// Checks that the adapter's copies of base weights equal the base model's: calls `is_same` for each, then forgets
+    /// them. An adapter with uncompared base weights cannot be [planned](Self::plan).
     ///
-    /// [`BaseWeight::path_in`] says which weight it is a copy of. Compare with the weights that the engine computes with. If the engine rounds them, round the adapter's copy, too.
+    /// [`BaseWeight::path_in`] says which weight it is a copy of. Compare with the weights that the engine computes
+    /// with. If the engine rounds them, round the adapter's copy, too.
     ///
     /// ```
     /// # use aril::adapter::{Adapter, AdapterError};
@@ -151,8 +153,8 @@ impl Adapter {
     /// ```
     ///
     /// # Errors
-    /// [`AdapterError::OtherBase`] for the first weight that `is_same` rejects, or the error that `is_same` returns. All weights
-    /// are then kept.
+    /// [`AdapterError::OtherBase`] for the first weight that `is_same` rejects, or the error that `is_same` returns.
+    /// All weights are then kept.
     #[doc(alias = "save_embedding_layers")]
     pub fn compare_base_weights<E: From<AdapterError>>(
         &mut self,
@@ -177,7 +179,8 @@ impl Adapter {
         &self.stacks
     }
 
-    /// The largest rank of all modules. It does not include stacks; see [`SlotImage::max_rank`](super::SlotImage::max_rank).
+    /// The largest rank of all modules. It does not include stacks; see
+    /// [`SlotImage::max_rank`](super::SlotImage::max_rank).
     #[doc(alias = "max_lora_rank")]
     pub fn max_rank(&self) -> usize {
         self.modules.iter().map(Module::rank).max().unwrap_or(0)

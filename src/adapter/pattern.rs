@@ -1,7 +1,8 @@
 //! The regular expressions of `adapter_config.json`: Python's `re` applied to module paths, as in PEFT.
 //!
-//! Paths are printable ASCII, so character classes mean the same in ASCII mode as in Python's Unicode mode. Invariants: a pattern
-//! has only constructs that both engines interpret alike, and its compiled size and matching work are bounded.
+//! Paths are printable ASCII, so character classes mean the same in ASCII mode as in Python's Unicode mode. Invariants:
+//! a pattern has only constructs that both engines interpret alike, and its compiled size and matching work are
+//! bounded.
 
 use std::cell::Cell;
 
@@ -27,8 +28,8 @@ const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 256 << 10];
 /// The smallest size of one state of a compiled pattern, in bytes.
 const STATE_BYTES: usize = 32;
 
-/// Backtracking limits per path, for patterns with look-around or back references. Most paths need few, so that a path that needs more
-/// is matched again.
+/// Backtracking limits per path, for patterns with look-around or back references. Most paths need few, so that a path
+/// that needs more is matched again.
 const BACKTRACKS: [usize; 3] = [64, 256, 4096];
 
 /// A backtrack takes as long as that many bytes, at least.
@@ -133,8 +134,8 @@ impl Pattern {
         &self.text
     }
 
-    /// An upper bound on the work of matching paths with `bytes` bytes in total: states visited per byte. That of backtracking is only
-    /// known when it is done.
+    /// An upper bound on the work of matching paths with `bytes` bytes in total: states visited per byte. That of
+    /// backtracking is only known when it is done.
     pub(super) fn work(&self, bytes: u64) -> u64 {
         match self.matcher {
             Matcher::Automaton { states, .. } => bytes.saturating_mul(states as u64),
@@ -199,8 +200,9 @@ enum Look {
     Behind,
 }
 
-/// Rejects constructs that Python's `re` lacks, or that the two engines or different versions interpret differently. Otherwise
-/// returns whether matching requires backtracking. `outer_groups` groups surround the pattern, the last of them still open.
+/// Rejects constructs that Python's `re` lacks, or that the two engines or different versions interpret differently.
+/// Otherwise returns whether matching requires backtracking. `outer_groups` groups surround the pattern, the last of
+/// them still open.
 fn check(text: &str, outer_groups: usize) -> Result<bool, &'static str> {
     const PUNCTUATION: &[u8] = br".^$*+?()[]{}|\/-_#&~,:=!@% ";
     if !text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {

@@ -21,12 +21,12 @@ use crate::{
 impl Adapter {
     /// Plans the adapter's image in a slot of `model`, with weights of type `dtype`.
     ///
-    /// The adapter may adapt any subset of the model's modules, each with its own rank. For experts, planning reads the factors far
-    /// enough to find out which of them are equal.
+    /// The adapter may adapt any subset of the model's modules, each with its own rank. For experts, planning reads the
+    /// factors far enough to find out which of them are equal.
     ///
     /// # Errors
-    /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong shape, stacked
-    /// experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
+    /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong
+    /// shape, stacked experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         if let Some(weight) = self.base_weights.first() {
             return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
@@ -101,7 +101,8 @@ impl Module {
         }
     }
 
-    /// Whether factors named like an embedding's are those of a head: their shapes are, and those of an embedding of its sizes are others.
+    /// Whether factors named like an embedding's are those of a head: their shapes are, and those of an embedding of
+    /// its sizes are others.
     fn is_head(&self, site: &LinearSite, slice: usize) -> bool {
         let sizes = [site.whole_in_features(), site.slices()[slice].whole_out_features()];
         names::is_head(&self.path) && sizes[0] != sizes[1] && sizes == [self.in_features(), self.out_features()]
@@ -161,8 +162,8 @@ enum Place {
     Experts(ExpertsId, InExperts),
 }
 
-/// Finds the target of a path and the model's spelling of it. An exact match wins; otherwise exactly one alternative spelling must
-/// match.
+/// Finds the target of a path and the model's spelling of it. An exact match wins; otherwise exactly one alternative
+/// spelling must match.
 fn locate(model: &Model, module: &str) -> Result<(Place, String), AdapterError> {
     if let Some(place) = place(model, module) {
         return Ok((place, module.to_owned()));

@@ -20,8 +20,9 @@ pub(crate) struct Planned {
 impl Planned {
     /// As [`Adapter::plan`].
     pub(crate) fn new(adapter: Arc<Adapter>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        // SAFETY: the adapter is in the memory of an `Arc` that is dropped after the image. As long as there is that `Arc`, nobody has the
-        // adapter alone, so that nobody changes or moves it. The image is given away for a shorter time only.
+        // SAFETY: the adapter is in the memory of an `Arc` that is dropped after the image. As long as there is that
+        // `Arc`, nobody has the adapter alone, so that nobody changes or moves it. The image is given away for a
+        // shorter time only.
         let borrowed: &'static Adapter = unsafe { &*Arc::as_ptr(&adapter) };
         Ok(Self { image: borrowed.plan(model, dtype)?, adapter })
     }

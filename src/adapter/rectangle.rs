@@ -71,7 +71,8 @@ impl<'a> Rectangle<'a> {
 
     /// Writes factors to these parts, which have their sizes. Several factors lie [between](Self::between) each other.
     ///
-    /// Fails if an element that was written is not finite. [`error`](Self::error) finds it, unless its bytes have changed since.
+    /// Fails if an element that was written is not finite. [`error`](Self::error) finds it, unless its bytes have
+    /// changed since.
     pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<(), AdapterError> {
         let Some(&View { tensor, name, .. }) = factors.first().and_then(|(factor, _)| factor.views.first()) else {
             factors.into_iter().for_each(|(_, part)| part.fill(0));
@@ -123,8 +124,8 @@ impl<'a> Rectangle<'a> {
         (0..self.features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 
-    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout of a
-    /// separate factor.
+    /// Up to `len` features from `start` on. If `start` is at a stripe boundary, their part of the block has the layout
+    /// of a separate factor.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let end = self.features.min(start + len);
         let mut next = 0;
@@ -274,8 +275,9 @@ fn convert_together<S: Element, T: Element>(factors: Vec<Part<'_, '_>>) -> Resul
 /// Elements of a row of a core.
 type CoreRow<T> = [T; CORE];
 
-/// A part of a block that is written past the caches, one row of a core after the other: the device copies it from there. What it copied
-/// from the caches of many cores would delay the step beside the load (benches/record/designs.md).
+/// A part of a block that is written past the caches, one row of a core after the other: the device copies it from
+/// there. What it copied from the caches of many cores would delay the step beside the load
+/// (benches/record/designs.md).
 #[derive(Debug)]
 struct Stores<'a, T> {
     part: &'a mut [[u8; WORD]],
@@ -314,8 +316,8 @@ impl<'a, T: Element> Stores<'a, T> {
             let row = row(number);
             for (word, to) in bytemuck::bytes_of(&row).as_chunks::<WORD>().0.iter().zip(part) {
                 let halves: [u64; 2] = bytemuck::pod_read_unaligned(word);
-                // An exponent of ones and its lowest bit are the first bit of the element, and no other exponent reaches it. Looks at all
-                // elements, which is faster than to stop at one that is not finite.
+                // An exponent of ones and its lowest bit are the first bit of the element, and no other exponent
+                // reaches it. Looks at all elements, which is faster than to stop at one that is not finite.
                 low |= (halves[0] & Self::EXPONENTS) + Self::LOWEST;
                 high |= (halves[1] & Self::EXPONENTS) + Self::LOWEST;
                 if self.is_aligned { store_past_caches(word, to) } else { *to = *word }

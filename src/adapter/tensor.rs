@@ -90,7 +90,8 @@ impl FileType {
     }
 }
 
-/// An F8_E4M3 (a sign, four bits of exponent with a bias of 7, three of mantissa; no infinity) as BF16, which has each of them.
+/// An F8_E4M3 (a sign, four bits of exponent with a bias of 7, three of mantissa; no infinity) as BF16, which has each
+/// of them.
 fn widened(float8: u8) -> bf16 {
     const BIAS: u16 = 127 - 7;
     const MANTISSA: u32 = 7 - 3;
@@ -105,8 +106,8 @@ fn widened(float8: u8) -> bf16 {
 impl Tensor {
     /// A row-major tensor of little-endian elements, as in safetensors files.
     ///
-    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any other
-    /// handle, and must not change while the tensor or a clone is alive.
+    /// The bytes are kept, not copied. They may be a `Vec<u8>`, an `Arc<[u8]>`, a `&'static [u8]`, a memory map or any
+    /// other handle, and must not change while the tensor or a clone is alive.
     ///
     /// # Errors
     /// [`AdapterError::Bytes`] if the number of bytes does not match the shape and element type.
@@ -417,7 +418,8 @@ impl<'a> View<'a> {
         Rows { bytes: to, stride: len, len, rows }
     }
 
-    /// Calls `take` with each of these views, which lie [between each other](Self::between), and its number. What they have is read once.
+    /// Calls `take` with each of these views, which lie [between each other](Self::between), and its number. What they
+    /// have is read once.
     pub(super) fn load_together(
         views: &[Self],
         [read, buffer]: [&mut Vec<u8>; 2],
@@ -434,8 +436,8 @@ impl<'a> View<'a> {
         Ok(())
     }
 
-    /// Where its elements are, if neither those of a row nor those of a column are contiguous. Views with the same place lie between each
-    /// other in a tensor, and have the same strides.
+    /// Where its elements are, if neither those of a row nor those of a column are contiguous. Views with the same
+    /// place lie between each other in a tensor, and have the same strides.
     pub(super) fn between(&self) -> Option<Between> {
         let [low, high] = [self.row_stride.min(self.col_stride), self.row_stride.max(self.col_stride)];
         let place = (std::ptr::from_ref(self.tensor).addr(), self.start / high, [self.row_stride, self.col_stride]);

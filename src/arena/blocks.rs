@@ -17,7 +17,8 @@ use crate::{
 pub struct Usage {
     /// Size of the arena.
     pub capacity: usize,
-    /// Loaded and reserved bytes. On the CPU they may exceed the capacity while steps have adapters of a pool that others have replaced.
+    /// Loaded and reserved bytes. On the CPU they may exceed the capacity while steps have adapters of a pool that
+    /// others have replaced.
     pub used: usize,
     /// Size of the largest free block.
     pub largest_gap: usize,
@@ -39,8 +40,8 @@ impl Usage {
 /// Allocation granularity.
 pub(crate) const GRANULE_BYTES: usize = 256;
 
-/// The free and the used blocks of an arena. A block takes the smallest gap that it fits in, so that adapters of one size replace each
-/// other without loss.
+/// The free and the used blocks of an arena. A block takes the smallest gap that it fits in, so that adapters of one
+/// size replace each other without loss.
 pub(crate) struct Blocks {
     /// The sizes of gaps by offset, in granules. No two of them touch.
     gaps: BTreeMap<usize, usize>,
@@ -151,8 +152,8 @@ impl Blocks {
     }
 }
 
-/// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each together with
-/// `beside` further bytes that are free again before the next one.
+/// Size of a new arena in bytes that has room for blocks of these sizes, allocated one at a time in any order, each
+/// together with `beside` further bytes that are free again before the next one.
 pub(crate) fn bytes_for(blocks: impl IntoIterator<Item = usize>, beside: usize) -> usize {
     of_granules(sum(blocks.into_iter().map(granules)), beside)
 }
@@ -203,8 +204,8 @@ mod tests {
             prop_assert!(bytes <= exact + beside + (blocks.len() + 1) * GRANULE_BYTES);
         }
 
-        /// Adapters of one size are replaced again and again in any slots, if one more is counted than there are slots; those of any
-        /// size in one slot, if the largest is counted twice more.
+        /// Adapters of one size are replaced again and again in any slots, if one more is counted than there are slots;
+        /// those of any size in one slot, if the largest is counted twice more.
         #[test]
         fn what_is_replaced_leaves_room_for_the_next(
             (others, largest) in (prop::collection::vec(1..1_000_000_usize, 0..4), 1..1_000_000_usize),

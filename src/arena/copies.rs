@@ -1,7 +1,7 @@
 //! Copies that may not have run yet, and the memory that they write to.
 //!
-//! Invariant: the memory is given back with an event behind its last copy, or after the copies have run. That holds on every path:
-//! after a success, an error, a panic of the code between two copies, and a drop at any point.
+//! Invariant: the memory is given back with an event behind its last copy, or after the copies have run. That holds on
+//! every path: after a success, an error, a panic of the code between two copies, and a drop at any point.
 
 use std::{
     collections::BTreeMap,
@@ -23,8 +23,8 @@ pub(crate) trait CopyStream {
     /// Blocks the calling thread until the work so far has run.
     fn synchronize(&self) -> Result<(), Self::Error>;
 
-    /// Like [`record`](Self::record). If the driver refuses, blocks until the work has run: an event that was never recorded counts as
-    /// complete.
+    /// Like [`record`](Self::record). If the driver refuses, blocks until the work has run: an event that was never
+    /// recorded counts as complete.
     fn end(&self, event: &Self::Event) -> Result<(), Self::Error> {
         self.record(event).inspect_err(|_| {
             // On an error here the context is gone, and with it the work.
@@ -33,7 +33,8 @@ pub(crate) trait CopyStream {
     }
 }
 
-/// Consecutive copies on a stream. They begin before the first copy is enqueued, and end with an event behind the last one.
+/// Consecutive copies on a stream. They begin before the first copy is enqueued, and end with an event behind the last
+/// one.
 pub(crate) struct Copies<S: CopyStream> {
     stream: Arc<S>,
     end: Arc<S::Event>,
@@ -252,7 +253,8 @@ mod tests {
         }
     }
 
-    /// Whatever ends a fill, and after any number of its copies, the room is free again, and what gets it next waits for the copies.
+    /// Whatever ends a fill, and after any number of its copies, the room is free again, and what gets it next waits
+    /// for the copies.
     #[test]
     fn room_is_never_freed_under_a_copy() {
         for refuses_events in [false, true] {

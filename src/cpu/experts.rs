@@ -16,8 +16,8 @@ use crate::{
 
 /// The LoRA operations of one layer's experts.
 ///
-/// An engine runs gate-up, an activation, down and a combine for the experts that its router chose. Adapters can be applied at any
-/// of these points:
+/// An engine runs gate-up, an activation, down and a combine for the experts that its router chose. Adapters can be
+/// applied at any of these points:
 ///
 /// | base operation | add after it | write before it | replace it |
 /// |---|---|---|---|
@@ -26,12 +26,12 @@ use crate::{
 /// | down | [`add_down_delta`](Self::add_down_delta) | [`write_down_delta`](Self::write_down_delta) | |
 /// | combine | [`add_combined_delta`](Self::add_combined_delta) | | [`combine`](Self::combine) |
 ///
-/// The rows of `[routes, ..]` matrices are those of [`TopK`]. The delta of a route is `scale · scaling · B (A x)`, with the factors
-/// and scaling that the token's adapter has for the expert, and the batch's scale of the token. For routes that are not local
-/// nothing is read, and only `write_gate_up_delta` and `write_down_delta` write.
+/// The rows of `[routes, ..]` matrices are those of [`TopK`]. The delta of a route is `scale · scaling · B (A x)`, with
+/// the factors and scaling that the token's adapter has for the expert, and the batch's scale of the token. For routes
+/// that are not local nothing is read, and only `write_gate_up_delta` and `write_down_delta` write.
 ///
-/// With `inter` sharded by tensor parallelism, each rank computes its own gate-up features, and everything after the activation is
-/// a partial sum for the engine's all-reduce. Combines of expert-parallel ranks add up likewise.
+/// With `inter` sharded by tensor parallelism, each rank computes its own gate-up features, and everything after the
+/// activation is a partial sum for the engine's all-reduce. Combines of expert-parallel ranks add up likewise.
 ///
 /// ```
 /// use aril::{
@@ -134,8 +134,8 @@ impl LoraExperts {
     /// The experts `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the kernels
-    /// of a GPU do not support a size.
+    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not
+    /// called, or the kernels of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: ExpertsId) -> Result<Self, PlanError> {
         let contract = contract::Experts::new(weights.model(), id, weights.dtype(), weights.capacity(), Device::H100)?;
         Ok(Self { contract })
@@ -185,8 +185,8 @@ impl LoraExperts {
     #[doc = doc_of!(experts_activate)]
     ///
     /// # Errors
-    /// [`OperandError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
-    /// the experts lack. `out` is then unchanged.
+    /// [`OperandError`] if an operand does not match the experts, the step and its routes, or the activation requires a
+    /// gate that the experts lack. `out` is then unchanged.
     #[doc(alias = "silu_and_mul")]
     pub fn activate<T: Element>(
         &self,
@@ -372,8 +372,8 @@ impl<T: Element> Deltas<'_, T> {
         }
     }
 
-    /// Calls `put` with each column and value of the weighted sum of several routes' deltas, once per distinct B. Routes to experts
-    /// with the same B are summed before the product.
+    /// Calls `put` with each column and value of the weighted sum of several routes' deltas, once per distinct B.
+    /// Routes to experts with the same B are summed before the product.
     fn each_combined(&self, routes: impl Iterator<Item = Route>, mut put: impl FnMut(usize, f32)) {
         let mut sums: Vec<(Factors<'_, T>, Vec<f32>)> = Vec::new();
         for route in routes {

@@ -3,8 +3,8 @@
 use super::{Matrix, MatrixMut, Step, WeightTable};
 use crate::{Element, IntoSlices, contract, error::OperandError, model::LinearId, plan::PlanError};
 
-/// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
-/// with the other ranks, as [`Exchange`](crate::model::Exchange) says.
+/// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine
+/// exchanges `v` with the other ranks, as [`Exchange`](crate::model::Exchange) says.
 ///
 /// ```
 /// use aril::{
@@ -74,10 +74,11 @@ impl FullyShardedLinear {
         Ok(Self { contract })
     }
 
-    /// Writes this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements beyond the rank of the
-    /// token's adapter are zero.
+    /// Writes this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements
+    /// beyond the rank of the token's adapter are zero.
     ///
-    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`.
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's
+    /// `max_rank`.
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `v` is then unchanged.
@@ -100,11 +101,11 @@ impl FullyShardedLinear {
         Ok(())
     }
 
-    /// `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows of B. All
-    /// other elements of `y` keep every bit.
+    /// `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this
+    /// rank's rows of B. All other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
-    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`](crate::Slices)).
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the
+    /// exchange. `y` is `[tokens, out_features]`, or a matrix of each slice ([`Slices`](crate::Slices)).
     ///
     /// # Errors
     /// [`OperandError`] if an operand does not match the layer and the step. `y` is then unchanged.

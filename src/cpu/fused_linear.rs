@@ -10,8 +10,8 @@ use crate::{
 
 /// A linear layer with its base weight and its adapters: `y = x Wᵀ + bias + scaling · B (A x)`.
 ///
-/// The CPU counterpart of `cuda::FusedLinear`, for tests of engines. It refuses what that refuses, by the same errors: `f32`, numbers of
-/// input features and row strides of W and `x` that are not multiples of 8, and batches of more than
+/// The CPU counterpart of `cuda::FusedLinear`, for tests of engines. It refuses what that refuses, by the same errors:
+/// `f32`, numbers of input features and row strides of W and `x` that are not multiples of 8, and batches of more than
 /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. Only addresses may be anywhere.
 #[derive(Clone, Debug)]
 pub struct FusedLinear<'a, T> {
@@ -24,9 +24,10 @@ impl<'a, T: Element> FusedLinear<'a, T> {
     /// The layer `id` of the table's model, with a base weight W `[out_features, in_features]` for each of its slices.
     ///
     /// # Errors
-    /// [`OperandError::Plan`] if the id belongs to another model ([`PlanError::Foreign`](crate::plan::PlanError::Foreign)), or
-    /// [`ForwardPlan::new`] refuses the layer, the table's element type or its capacity. Another [`OperandError`] if there is not one W
-    /// per slice, of the right shape and type and with rows that begin at multiples of 16 bytes.
+    /// [`OperandError::Plan`] if the id belongs to another model
+    /// ([`PlanError::Foreign`](crate::plan::PlanError::Foreign)), or [`ForwardPlan::new`] refuses the layer, the
+    /// table's element type or its capacity. Another [`OperandError`] if there is not one W per slice, of the right
+    /// shape and type and with rows that begin at multiples of 16 bytes.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,

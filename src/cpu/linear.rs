@@ -20,15 +20,15 @@ impl LoraLinear {
     /// The layer `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully sharded,
-    /// [`PlanError::Limit`] if the kernels of a GPU do not support a size.
+    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::FullySharded`] if the layer is fully
+    /// sharded, [`PlanError::Limit`] if the kernels of a GPU do not support a size.
     pub fn new(weights: &WeightTable, id: LinearId) -> Result<Self, PlanError> {
         let contract = contract::Linear::new(weights.model(), id, weights.dtype(), weights.capacity(), Device::H100)?;
         Ok(Self { contract })
     }
 
-    /// The layer with one of its slices alone, whose outputs are the columns of `y`; `None` if there is no such slice. For outputs that
-    /// cannot be borrowed at once. Each operation has the same bits as that of all slices.
+    /// The layer with one of its slices alone, whose outputs are the columns of `y`; `None` if there is no such slice.
+    /// For outputs that cannot be borrowed at once. Each operation has the same bits as that of all slices.
     pub fn with_slice(&self, index: usize) -> Option<Self> {
         Some(Self { contract: self.contract.with_slice(index)? })
     }
@@ -71,8 +71,8 @@ impl LoraLinear {
         shrunk.expand(y)
     }
 
-    /// The first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. What this returns expands `v`. It
-    /// borrows the step, so that no other operation uses the workspace between the halves.
+    /// The first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. What this returns
+    /// expands `v`. It borrows the step, so that no other operation uses the workspace between the halves.
     ///
     /// ```
     /// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
@@ -117,7 +117,8 @@ impl LoraLinear {
         Ok(Shrunk { layer: self, step })
     }
 
-    /// Calls `put` with each output of a slice and its element of a token's delta, if the token has an adapter of the slice.
+    /// Calls `put` with each output of a slice and its element of a token's delta, if the token has an adapter of the
+    /// slice.
     fn delta<T: Element>(&self, step: &Step<'_>, token: usize, slice: usize, put: impl FnMut(usize, f32)) {
         let site = &self.contract.site;
         if let Some(factors) = step.factors::<T>(step.batch.slots()[token], site.first_entry() + slice) {
@@ -156,7 +157,8 @@ impl Shrunk<'_, '_> {
     #[doc = doc_of!(linear_silu_mul)]
     ///
     /// # Errors
-    /// [`OperandError`] if an operand does not match the layer and the step, or the slices are not gate and up. `out` is then unchanged.
+    /// [`OperandError`] if an operand does not match the layer and the step, or the slices are not gate and up. `out`
+    /// is then unchanged.
     #[doc(alias = "silu_and_mul")]
     pub fn silu_mul<'a, T: Element>(
         self,
@@ -189,7 +191,8 @@ impl LoraEmbedding {
     /// The embedding `id` of the table's model.
     ///
     /// # Errors
-    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::Limit`] if the kernels of a GPU do not support a size.
+    /// [`PlanError::Foreign`] if the id belongs to another model, [`PlanError::Limit`] if the kernels of a GPU do not
+    /// support a size.
     pub fn new(weights: &WeightTable, id: EmbeddingId) -> Result<Self, PlanError> {
         let contract = contract::Embedding::new(weights.model(), id, weights.dtype(), weights.capacity())?;
         Ok(Self { contract })

@@ -79,16 +79,16 @@ impl<'a, T: Element> MatrixMut<'a, T> {
         self.data.par_chunks_mut(row_stride.max(1)).take(rows).map(move |row| &mut row[..cols])
     }
 
-    /// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, since operations are compiled in
-    /// every crate that uses them, for each `T`: a parallel iterator of each would be most of that.
+    /// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, since operations are
+    /// compiled in every crate that uses them, for each `T`: a parallel iterator of each would be most of that.
     pub(super) fn for_rows(&mut self, compute: &(dyn Fn(usize, &mut [T]) + Sync)) {
         self.rows_mut().enumerate().for_each(|(index, row)| compute(index, row));
     }
 }
 
 impl<T: Element> Slices<MatrixMut<'_, T>> {
-    /// Calls `compute` with the index of each row and of each slice, and the row's outputs of the slice. The matrices are of these
-    /// slices.
+    /// Calls `compute` with the index of each row and of each slice, and the row's outputs of the slice. The matrices
+    /// are of these slices.
     pub(super) fn for_rows(&mut self, slices: &[SliceSite], compute: &(dyn Fn(usize, usize, &mut [T]) + Sync)) {
         let is_fused = self.len() == 1;
         for (first, (_, matrix)) in self.named_mut().enumerate() {

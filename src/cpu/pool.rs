@@ -21,8 +21,8 @@ use crate::{
 
 /// An [`AdapterPool`](pool::AdapterPool) on the CPU.
 ///
-/// A step keeps its adapters by itself, and a copy only shares the host tier's memory: an adapter in both tiers is stored once. Bytes are
-/// counted as on a device, in blocks of one arena, so an engine behaves as it does on the GPU.
+/// A step keeps its adapters by itself, and a copy only shares the host tier's memory: an adapter in both tiers is
+/// stored once. Bytes are counted as on a device, in blocks of one arena, so an engine behaves as it does on the GPU.
 pub type AdapterPool = pool::AdapterPool<Tiers>;
 
 /// The memory of an [`AdapterPool`]: the slots, the host tier, and the copies that have ended.
@@ -48,8 +48,8 @@ impl AdapterPool {
         Self::with(tiers, capacity.num_slots, config)
     }
 
-    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for all
-    /// modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
+    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for
+    /// all modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
     pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
         arena_bytes(model, dtype, max_rank, count, 0)
     }

@@ -49,9 +49,10 @@ impl WeightTable {
     /// Starts a step of `batch`, which keeps its adapters, whatever is loaded and unloaded meanwhile.
     ///
     /// # Errors
-    /// [`OperandError::Capacity`] if the batch has more tokens than [`Capacity::max_tokens`](crate::plan::Capacity::max_tokens),
-    /// [`OperandError::NoSuchSlot`] and [`OperandError::NotLoaded`] if it names a slot that the table does not have, or whose adapter is
-    /// not there any more, [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
+    /// [`OperandError::Capacity`] if the batch has more tokens than
+    /// [`Capacity::max_tokens`](crate::plan::Capacity::max_tokens), [`OperandError::NoSuchSlot`] and
+    /// [`OperandError::NotLoaded`] if it names a slot that the table does not have, or whose adapter is not there any
+    /// more, [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
     pub fn step<'a>(&self, batch: &Batch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, OperandError> {
         batch.check(self.capacity())?;
         if self.is_pooled() {

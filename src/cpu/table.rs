@@ -16,8 +16,8 @@ use crate::{
 
 /// Adapters in host memory, one per slot. Clones refer to the same table.
 ///
-/// Any number of threads may use a table. A [`step`](Self::step) keeps the adapters that were loaded when it started, even if other
-/// threads load meanwhile.
+/// Any number of threads may use a table. A [`step`](Self::step) keeps the adapters that were loaded when it started,
+/// even if other threads load meanwhile.
 #[derive(Clone, Debug)]
 #[doc(alias = "max_loras")]
 pub struct WeightTable {
@@ -45,28 +45,30 @@ impl WeightTable {
 
     /// Size of an arena in bytes that has room for all these adapters.
     ///
-    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once.
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at
+    /// once.
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         sum(images.into_iter().map(SlotImage::bytes))
     }
 
-    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they have factors for
-    /// all modules of the model, and one more, which replaces another.
+    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they
+    /// have factors for all modules of the model, and one more, which replaces another.
     pub fn arena_bytes_for(model: &Model, dtype: DType, capacity: Capacity) -> usize {
         product(&[SlotImage::max_bytes(model, dtype, capacity.max_rank), capacity.num_slots.saturating_add(1)])
     }
 
-    /// Loads an adapter into the slot with this index and replaces the previous one. The arena must have room for both. Returns the slot,
-    /// as batches name it.
+    /// Loads an adapter into the slot with this index and replaces the previous one. The arena must have room for both.
+    /// Returns the slot, as batches name it.
     ///
     /// # Errors
-    /// [`LoadError`] if the image does not match the table, the arena is full, or a weight has no finite value in the table's
-    /// element type. The slot is then unchanged.
+    /// [`LoadError`] if the image does not match the table, the arena is full, or a weight has no finite value in the
+    /// table's element type. The slot is then unchanged.
     pub fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
 
-    /// Like [`load`](Self::load), and calls `progress` with the number of bytes loaded so far, out of [`SlotImage::bytes`].
+    /// Like [`load`](Self::load), and calls `progress` with the number of bytes loaded so far, out of
+    /// [`SlotImage::bytes`].
     ///
     /// # Errors
     /// As for `load`.
@@ -101,7 +103,8 @@ impl WeightTable {
     /// Puts an adapter into a slot and replaces the previous one, for steps that start from now on.
     ///
     /// # Errors
-    /// [`LoadError::Slot`] if the slot does not exist, the room was reserved in another table, or the table belongs to a pool.
+    /// [`LoadError::Slot`] if the slot does not exist, the room was reserved in another table, or the table belongs to
+    /// a pool.
     pub fn commit(&self, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         let Filled { adapter } = filled;
         if !Arc::ptr_eq(&self.shared, &adapter.room.shared) {

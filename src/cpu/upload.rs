@@ -44,8 +44,8 @@ pub struct Reservation {
     adapter: Option<u64>,
 }
 
-/// What a GPU copies adapters through. The CPU needs nothing: [`WeightTable::staging`](super::WeightTable::staging) makes one, so that one
-/// loader compiles for both.
+/// What a GPU copies adapters through. The CPU needs nothing: [`WeightTable::staging`](super::WeightTable::staging)
+/// makes one, so that one loader compiles for both.
 #[derive(Debug, Default)]
 pub struct Staging(());
 
@@ -120,8 +120,8 @@ impl Reservation {
     /// Writes an adapter into the room, on rayon's threads.
     ///
     /// # Errors
-    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image is not that of the adapter that the room was
-    /// reserved for.
+    /// [`LoadError`] if a weight has no finite value in the table's element type, or the image is not that of the
+    /// adapter that the room was reserved for.
     pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, staging, |_| ())
     }

@@ -31,12 +31,13 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every kernel into the thread's current context, so that no launch has to, and waits for short kernels which test what the
-    /// others rely on: that the device starts thread blocks in order of their index, and what a kernel reads that
-    /// [starts early](Self::start_early).
+    /// Loads every kernel into the thread's current context, so that no launch has to, and waits for short kernels
+    /// which test what the others rely on: that the device starts thread blocks in order of their index, and what a
+    /// kernel reads that [starts early](Self::start_early).
     ///
     /// # Errors
-    /// [`LaunchError`] if there is no driver or no current context, this build has no code for the device, or the test fails.
+    /// [`LaunchError`] if there is no driver or no current context, this build has no code for the device, or the test
+    /// fails.
     pub fn load() -> Result<Self, LaunchError> {
         if !driver_is_present() {
             return Err(LaunchError::NoDriver);
@@ -58,10 +59,10 @@ impl Kernels {
         Self::load()
     }
 
-    /// Whether kernels start while the one in front drains (programmatic dependent launch), as they do on devices of compute capability
-    /// 9.0 and newer. They do not, in the whole process, once a device was loaded on which a kernel that starts early reads what the
-    /// routing was before, or with a build that has code for older devices alone: results stay right, and each launch takes some
-    /// microseconds more.
+    /// Whether kernels start while the one in front drains (programmatic dependent launch), as they do on devices of
+    /// compute capability 9.0 and newer. They do not, in the whole process, once a device was loaded on which a kernel
+    /// that starts early reads what the routing was before, or with a build that has code for older devices alone:
+    /// results stay right, and each launch takes some microseconds more.
     pub fn start_early() -> bool {
         // SAFETY: it has no preconditions.
         #[expect(unsafe_code, reason = "FFI")]
@@ -69,15 +70,16 @@ impl Kernels {
         early != 0
     }
 
-    /// The same kernels with plans for another device: they launch on this one what a device with fewer multiprocessors, or less shared
-    /// memory, gets. A launch that asks for more shared memory than this device has is an error.
+    /// The same kernels with plans for another device: they launch on this one what a device with fewer
+    /// multiprocessors, or less shared memory, gets. A launch that asks for more shared memory than this device has is
+    /// an error.
     #[must_use]
     pub fn planned_for(self, device: Device) -> Self {
         Self { device, ..self }
     }
 
-    /// The device of plans: the context's, unless they are [for another](Self::planned_for). With code for older devices alone, its compute
-    /// capability is theirs.
+    /// The device of plans: the context's, unless they are [for another](Self::planned_for). With code for older
+    /// devices alone, its compute capability is theirs.
     pub fn device(&self) -> Device {
         self.device
     }
@@ -90,8 +92,8 @@ impl Kernels {
         }
     }
 
-    /// The context, which must be current on this thread, as one of cudarc's. Rejects any but the primary context of a device:
-    /// cudarc would destroy others.
+    /// The context, which must be current on this thread, as one of cudarc's. Rejects any but the primary context of a
+    /// device: cudarc would destroy others.
     pub(super) fn primary_context(&self) -> Result<Arc<CudaContext>, LaunchError> {
         self.check_thread()?;
         let current = result::ctx::get_current()?;
@@ -196,7 +198,8 @@ mod tests {
         plan::{BatchBounds, Capacity, ExpertsBatch, ExpertsPlan, Inputs, LinearPlan, int, sharded_launch},
     };
 
-    /// Calls an operation without blocks on arguments that `set` sets; all others are zero. It needs no device to be refused.
+    /// Calls an operation without blocks on arguments that `set` sets; all others are zero. It needs no device to be
+    /// refused.
     fn call<Args>(operation: Operation<Args>, set: impl Fn(&mut Args)) -> i32 {
         // SAFETY: arguments are numbers and addresses.
         let mut args: Args = unsafe { mem::zeroed() };

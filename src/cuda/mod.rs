@@ -1,8 +1,9 @@
 //! LoRA operations on NVIDIA GPUs.
 //!
-//! This module is the safe API: no call can access memory outside its operands, whatever its arguments and whatever the data on the
-//! device. Operands are cudarc's typed slices of the queue's stream, or [`Buffer`]s, which captured steps keep alive. Layers have the same
-//! operations for memory that the engine owns, whose names end in `_raw`. [`raw`] has the types that those take.
+//! This module is the safe API: no call can access memory outside its operands, whatever its arguments and whatever the
+//! data on the device. Operands are cudarc's typed slices of the queue's stream, or [`Buffer`]s, which captured steps
+//! keep alive. Layers have the same operations for memory that the engine owns, whose names end in `_raw`. [`raw`] has
+//! the types that those take.
 //!
 //! | type | created once | per step | per layer |
 //! |---|---|---|---|
@@ -13,8 +14,9 @@
 //! | [`FusedLinear`] | for a layer of a table and its base weights | | its operations |
 //! | [`FullyShardedLinear`] | for a fully sharded layer of a table | | its operations |
 //!
-//! Every object and operand belongs to a [`Queue`] and is rejected on any other, so that stream order protects what kernels read. Kernels
-//! run only in the context that [`Kernels`] were loaded into. Each call makes it current on its thread, as cudarc does.
+//! Every object and operand belongs to a [`Queue`] and is rejected on any other, so that stream order protects what
+//! kernels read. Kernels run only in the context that [`Kernels`] were loaded into. Each call makes it current on its
+//! thread, as cudarc does.
 //!
 //! # Example
 //!

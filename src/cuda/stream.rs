@@ -1,5 +1,5 @@
-//! Streams: the queues that work is enqueued on, the streams of copies, and driver calls that a stream capture would forbid, or would
-//! add to the graph.
+//! Streams: the queues that work is enqueued on, the streams of copies, and driver calls that a stream capture would
+//! forbid, or would add to the graph.
 
 #![expect(unsafe_code, reason = "calls the driver, and wraps streams")]
 
@@ -22,7 +22,8 @@ use crate::{
 /// The handle in CUDA's headers, which cudarc does not name.
 const CU_STREAM_PER_THREAD: usize = 2;
 
-/// A CUDA stream and the kernels of its context. Objects created on a queue run on its stream, in order. Clones are the same queue.
+/// A CUDA stream and the kernels of its context. Objects created on a queue run on its stream, in order. Clones are the
+/// same queue.
 #[derive(Clone, Debug)]
 pub struct Queue {
     kernels: Kernels,
@@ -33,8 +34,8 @@ impl Queue {
     /// The queue of `stream`.
     ///
     /// # Errors
-    /// [`LaunchError::WrongContext`] if the kernels were loaded into another context, [`LaunchError::PerThreadStream`] if the stream
-    /// is the calling thread's default stream.
+    /// [`LaunchError::WrongContext`] if the kernels were loaded into another context, [`LaunchError::PerThreadStream`]
+    /// if the stream is the calling thread's default stream.
     pub fn new(kernels: &Kernels, stream: &Arc<CudaStream>) -> Result<Self, LaunchError> {
         kernels.check_context("the stream", stream.context())?;
         if stream.cu_stream().addr() == CU_STREAM_PER_THREAD {
@@ -43,19 +44,20 @@ impl Queue {
         Ok(Self { kernels: kernels.clone(), stream: Arc::clone(stream) })
     }
 
-    /// The queue of a stream that cudarc does not know: the `CUstream` or `cudaStream_t` of an engine in C++, or of one with another
-    /// CUDA crate. The queue never destroys the stream. Two queues of one stream are the same queue.
+    /// The queue of a stream that cudarc does not know: the `CUstream` or `cudaStream_t` of an engine in C++, or of one
+    /// with another CUDA crate. The queue never destroys the stream. Two queues of one stream are the same queue.
     ///
     /// # Errors
-    /// [`LaunchError::WrongContext`] if the kernels' context is not current on this thread, or is not the primary context of its
-    /// device, which is that of the CUDA runtime. [`LaunchError::PerThreadStream`]. [`LaunchError::OldCudarc`] if the program was built
-    /// with a cudarc before 0.19.10.
+    /// [`LaunchError::WrongContext`] if the kernels' context is not current on this thread, or is not the primary
+    /// context of its device, which is that of the CUDA runtime. [`LaunchError::PerThreadStream`].
+    /// [`LaunchError::OldCudarc`] if the program was built with a cudarc before 0.19.10.
     ///
     /// # Safety
     /// - **Validity.** `stream` belongs to the kernels' context.
-    /// - **Liveness.** It is not destroyed before every object of the queue has been dropped, each while the stream was not being
-    ///   captured, and then all work on the stream has run.
-    /// - **Aliasing.** The engine orders the uses of cudarc's slices of other streams that are operands: cudarc's events do not.
+    /// - **Liveness.** It is not destroyed before every object of the queue has been dropped, each while the stream was
+    ///   not being captured, and then all work on the stream has run.
+    /// - **Aliasing.** The engine orders the uses of cudarc's slices of other streams that are operands: cudarc's
+    ///   events do not.
     pub unsafe fn from_raw(kernels: &Kernels, stream: raw::Stream) -> Result<Self, LaunchError> {
         let context = kernels.primary_context()?;
         let stream: CUstream = stream.as_raw().cast();
@@ -85,8 +87,8 @@ impl Queue {
         Ok(self.stream.context().bind_to_thread()?)
     }
 
-    /// Makes the context current on this thread, to enqueue work. Rejects a stream that the engine is capturing, because its graph could
-    /// outlive the operands.
+    /// Makes the context current on this thread, to enqueue work. Rejects a stream that the engine is capturing,
+    /// because its graph could outlive the operands.
     pub(in crate::cuda) fn prepare(&self) -> Result<(), LaunchError> {
         // This also binds the context.
         match self.stream.capture_status()? {
@@ -112,7 +114,8 @@ impl Queue {
     }
 }
 
-/// Stands in for cudarc's method of this name, which versions before 0.19.10 lack. A type's own method takes precedence of a trait's.
+/// Stands in for cudarc's method of this name, which versions before 0.19.10 lack. A type's own method takes precedence
+/// of a trait's.
 trait WrapStream {
     /// Some other stream of the context.
     unsafe fn wrap_borrowed_stream(self: &Arc<Self>, stream: CUstream) -> Arc<CudaStream>;
@@ -222,8 +225,8 @@ impl Drop for OwnStream {
     }
 }
 
-/// Allows this thread to allocate, free and query events during any stream capture. Without it, the driver rejects such calls on a
-/// capturing thread, and on every thread during a global capture, and the capture fails.
+/// Allows this thread to allocate, free and query events during any stream capture. Without it, the driver rejects such
+/// calls on a capturing thread, and on every thread during a global capture, and the capture fails.
 ///
 /// The calls must not touch a stream that is being captured.
 #[must_use]
@@ -255,17 +258,19 @@ fn exchange(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode, Driver
     Ok(mode)
 }
 
-/// Memory dropped while its stream was being captured, and its queue. Freeing it then would add the deallocation to the graph.
+/// Memory dropped while its stream was being captured, and its queue. Freeing it then would add the deallocation to the
+/// graph.
 static POSTPONED: Mutex<Vec<(CudaSlice<u8>, Queue)>> = Mutex::new(Vec::new());
 
-/// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of [`free_postponed`].
+/// Frees memory in stream order, or, while its stream is being captured, at a later call of this function or of
+/// [`free_postponed`].
 pub(in crate::cuda) fn free(memory: CudaSlice<u8>, queue: &Queue) {
     postponed().push((memory, queue.clone()));
     free_postponed(queue.stream().context());
 }
 
-/// Frees postponed memory of a context whose stream is no longer being captured. That of other contexts, which other threads may have
-/// current, is left to them.
+/// Frees postponed memory of a context whose stream is no longer being captured. That of other contexts, which other
+/// threads may have current, is left to them.
 pub(in crate::cuda) fn free_postponed(context: &Arc<CudaContext>) {
     let of_context: Vec<_> = postponed().extract_if(.., |(_, queue)| queue.stream().context() == context).collect();
     for (memory, queue) in of_context {

@@ -7,12 +7,13 @@ use cudarc::driver::{DriverError, sys};
 use super::OperandError;
 use crate::{plan::PlanError, sizes::max_elements};
 
-/// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as [`Kernel`](Self::Kernel) and
-/// [`WeightTable::step`](crate::cuda::WeightTable::step) say.
+/// An operation on the GPU that was rejected or failed. Nothing was enqueued or allocated, except as
+/// [`Kernel`](Self::Kernel) and [`WeightTable::step`](crate::cuda::WeightTable::step) say.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// Every staging buffer of the routing is read by an update that has not run. Wait for a step to finish, or make the routing with more buffers.
+    /// Every staging buffer of the routing is read by an update that has not run. Wait for a step to finish, or make
+    /// the routing with more buffers.
     #[error("all {steps_in_flight} staging buffers of the routing are in use")]
     Busy {
         /// Number of staging buffers.
@@ -21,24 +22,26 @@ pub enum LaunchError {
     /// The step is being captured, and graphs are replayed in other steps.
     #[error("a graph cannot be replayed in a step that is being captured")]
     CapturedReplay,
-    /// The engine is capturing the queue's stream. Its graph, which keeps nothing alive, could be replayed after the operands are freed.
+    /// The engine is capturing the queue's stream. Its graph, which keeps nothing alive, could be replayed after the
+    /// operands are freed.
     #[error("the stream is being captured; capture with `WeightTable::capture` or the raw API instead")]
     Capturing,
-    /// The layer was created after the capture began. Its kernels read W before they wait for the kernel in front of them, which may be a
-    /// captured one that writes W.
+    /// The layer was created after the capture began. Its kernels read W before they wait for the kernel in front of
+    /// them, which may be a captured one that writes W.
     #[error("{layer} was created after the capture of the step began; create it before")]
     CreatedInCapture {
         /// The layer.
         layer: &'static str,
     },
-    /// The CUDA driver returned an error. That of a kernel that failed earlier, such as `CUDA_ERROR_LAUNCH_FAILED`, is returned by every
-    /// later call in the context.
+    /// The CUDA driver returned an error. That of a kernel that failed earlier, such as `CUDA_ERROR_LAUNCH_FAILED`, is
+    /// returned by every later call in the context.
     #[error("the CUDA driver returned an error: {0}")]
     Driver(DriverError),
     /// The CUDA runtime or the kernel's launcher returned an error.
     ///
-    /// A linear layer in `f32` or on more than 319 tokens, and experts with more than 1024 routes, may take several launches. The
-    /// earlier ones may be enqueued. Then `y` gets the whole result or stays as it was, and the workspace can be used again.
+    /// A linear layer in `f32` or on more than 319 tokens, and experts with more than 1024 routes, may take several
+    /// launches. The earlier ones may be enqueued. Then `y` gets the whole result or stays as it was, and the workspace
+    /// can be used again.
     #[error("the kernel launch failed with status {status}: {message}")]
     Kernel {
         /// A positive `cudaError_t` or a negative `ARIL_ERR_*` (`csrc/aril.h`).
@@ -68,7 +71,8 @@ pub enum LaunchError {
         /// Name of the operand.
         operand: &'static str,
     },
-    /// cudarc did not create the stream, and wraps such a stream from version 0.19.10 on. The program was built with an older one.
+    /// cudarc did not create the stream, and wraps such a stream from version 0.19.10 on. The program was built with an
+    /// older one.
     #[error("cudarc takes streams that it did not create from version 0.19.10 on, and this program has an older one")]
     OldCudarc,
     /// An operand does not match the layer or the step.
@@ -86,8 +90,8 @@ pub enum LaunchError {
         /// `table`, `routing` or `workspace`.
         what: &'static str,
     },
-    /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the uses of an
-    /// object on two threads.
+    /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the
+    /// uses of an object on two threads.
     #[error(
         "the per-thread default stream is another stream on each thread; create one with cudarc's `CudaContext::new_stream`, \
          or in candle the device with `Device::new_cuda_with_stream` instead of `Device::new_cuda`"
@@ -118,8 +122,8 @@ pub enum LaunchError {
         /// The bytes that it needs.
         want: usize,
     },
-    /// The operand was created on another stream than the queue's, whose order does not cover its uses. This holds for memory of cudarc,
-    /// too: its events do not cover reads on several streams.
+    /// The operand was created on another stream than the queue's, whose order does not cover its uses. This holds for
+    /// memory of cudarc, too: its events do not cover reads on several streams.
     #[error("{operand} was created on a different stream", operand = Named(operand))]
     WrongStream {
         /// Name of the operand.
@@ -196,7 +200,8 @@ mod tests {
         assert!(LaunchError::room("the workspace", 2, "this layer", 2).is_ok());
     }
 
-    /// As `tests/cpu/errors.rs` has it for the errors of both backends. The message needs the driver, which has the text of its errors.
+    /// As `tests/cpu/errors.rs` has it for the errors of both backends. The message needs the driver, which has the
+    /// text of its errors.
     #[test]
     fn the_cause_is_in_the_message_alone() {
         let driver = LaunchError::from(DriverError(sys::CUresult::CUDA_ERROR_NOT_INITIALIZED));

@@ -10,23 +10,23 @@ use crate::model::TpRank;
 
 /// The channel between the ranks of a group, as one rank sees it.
 ///
-/// An implementation on sockets sends the bytes; one on a collective library copies them to a buffer, and gathers [`Message::BYTES`]
-/// bytes of each rank.
+/// An implementation on sockets sends the bytes; one on a collective library copies them to a buffer, and gathers
+/// [`Message::BYTES`] bytes of each rank.
 pub trait Ranks {
     /// This rank.
     fn tp(&self) -> TpRank;
 
-    /// Sends a message to all ranks and returns the messages of all ranks, by rank, this one's among them. Blocks until they have
-    /// arrived. The n-th calls of all ranks belong together.
+    /// Sends a message to all ranks and returns the messages of all ranks, by rank, this one's among them. Blocks until
+    /// they have arrived. The n-th calls of all ranks belong together.
     ///
     /// Another rank may be reading an adapter's files before it calls. A time limit must allow for that.
     ///
-    /// A panic is caught, and ends the group as an error does. So does a message of this rank that is not the one given, or one that no rank
-    /// sends. What other ranks are made to say decides no memory of this rank.
+    /// A panic is caught, and ends the group as an error does. So does a message of this rank that is not the one
+    /// given, or one that no rank sends. What other ranks are made to say decides no memory of this rank.
     ///
     /// # Errors
-    /// [`ChannelError`] if a rank does not answer. The channel is then not used again. Other ranks of the same call should also get an
-    /// error; those that do not will get one from the next call.
+    /// [`ChannelError`] if a rank does not answer. The channel is then not used again. Other ranks of the same call
+    /// should also get an error; those that do not will get one from the next call.
     fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError>;
 }
 
@@ -85,8 +85,9 @@ impl fmt::Display for Numbers<'_> {
 
 /// The channel between the ranks of one process, each on a thread of its own.
 ///
-/// Either all ranks of an exchange get all messages, or all get the same error. If a rank is dropped, the others get an error at once.
-/// If it neither calls nor is dropped, they get one after the time limit. The channel is broken after an error.
+/// Either all ranks of an exchange get all messages, or all get the same error. If a rank is dropped, the others get an
+/// error at once. If it neither calls nor is dropped, they get one after the time limit. The channel is broken after an
+/// error.
 #[derive(Debug)]
 pub struct InProcess {
     tp: TpRank,
@@ -106,7 +107,8 @@ struct State {
     completed: u64,
     /// Messages of the current exchange, by rank.
     messages: Vec<Option<Message>>,
-    /// Messages of the last completed exchange. A rank reads them before it sends its next one, so none is overwritten unread.
+    /// Messages of the last completed exchange. A rank reads them before it sends its next one, so none is overwritten
+    /// unread.
     last: Vec<Message>,
     broken: Option<ChannelError>,
 }
@@ -115,8 +117,8 @@ impl InProcess {
     /// The most ranks of a group. Each has a thread.
     pub const MAX_RANKS: usize = 1024;
 
-    /// The channels of `size` ranks, by rank. In an exchange, a rank waits for the others up to `time_limit`, while they may open and
-    /// fill an adapter.
+    /// The channels of `size` ranks, by rank. In an exchange, a rank waits for the others up to `time_limit`, while
+    /// they may open and fill an adapter.
     ///
     /// # Panics
     /// If `size` is above [`MAX_RANKS`](Self::MAX_RANKS).

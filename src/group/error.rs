@@ -11,12 +11,13 @@ use crate::{error::LoadError, model::TpRank};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GroupError {
-    /// The ranks cannot exchange verdicts: the channel has failed or panicked, or returned what no rank says. This rank's table is unchanged, and so is that of each rank which returns an error from
+    /// The ranks cannot exchange verdicts: the channel has failed or panicked, or returned what no rank says. This
+    /// rank's table is unchanged, and so is that of each rank which returns an error from
     /// [`prepare`](super::Group::prepare). The group cannot be used again: make one with a new channel.
     #[error("the ranks of the group are not connected: {0}")]
     Channel(ChannelError),
-    /// The ranks called different operations, gave different slots or fingerprints, or have read different adapters for one. This rank's
-    /// slots are unchanged.
+    /// The ranks called different operations, gave different slots or fingerprints, or have read different adapters for
+    /// one. This rank's slots are unchanged.
     #[error("the ranks disagree: {}", List(.ranks))]
     Disagreement {
         /// What each rank does, by rank.
@@ -44,11 +45,12 @@ pub enum GroupError {
         /// The error of this rank, if it is one of them.
         own: Option<Box<LoadError>>,
     },
-    /// Some ranks did not commit what all ranks had prepared, or did not answer. So that no two ranks compute with different adapters,
-    /// each rank with this error has emptied the slot. The previous adapter is lost.
+    /// Some ranks did not commit what all ranks had prepared, or did not answer. So that no two ranks compute with
+    /// different adapters, each rank with this error has emptied the slot. The previous adapter is lost.
     ///
-    /// After all ranks are prepared, this can fail: the CUDA driver, which then fails every later call, too; a commit to a stream that
-    /// is being captured; a rank that dies, calls another operation, or commits another adapter or to another slot; the channel.
+    /// After all ranks are prepared, this can fail: the CUDA driver, which then fails every later call, too; a commit
+    /// to a stream that is being captured; a rank that dies, calls another operation, or commits another adapter or to
+    /// another slot; the channel.
     #[error("{}", torn(*.slot, .failures, .channel.as_ref(), .not_emptied.as_deref()))]
     Torn {
         /// Index of the slot.

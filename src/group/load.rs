@@ -24,7 +24,8 @@ use crate::{
 
 /// One rank's view of a tensor-parallel group: its channel to the other ranks, and its weight table.
 ///
-/// All ranks call the same operations in the same order. Each blocks until all ranks have called it, or the channel fails.
+/// All ranks call the same operations in the same order. Each blocks until all ranks have called it, or the channel
+/// fails.
 #[derive(Debug)]
 pub struct Group<R, T> {
     ranks: R,
@@ -32,7 +33,8 @@ pub struct Group<R, T> {
     broken: Option<ChannelError>,
 }
 
-/// An adapter that all ranks of a group are ready to commit. Dropping it frees its memory; then all ranks must drop theirs.
+/// An adapter that all ranks of a group are ready to commit. Dropping it frees its memory; then all ranks must drop
+/// theirs.
 #[derive(Debug)]
 #[must_use]
 pub struct Prepared<T: Table> {
@@ -100,15 +102,15 @@ impl<R: Ranks, T: Table> Group<R, T> {
         }
     }
 
-    /// Opens an adapter, plans this rank's part, reserves its memory and writes it. Returns when all ranks have done so. The slot is
-    /// unchanged until [`commit`](Self::commit), and may hold an adapter, which keeps serving.
+    /// Opens an adapter, plans this rank's part, reserves its memory and writes it. Returns when all ranks have done
+    /// so. The slot is unchanged until [`commit`](Self::commit), and may hold an adapter, which keeps serving.
     ///
     /// `fingerprint` is a number by which all ranks know the adapter, such as a hash of its name and revision. An
     /// [`AdapterId`](crate::pool::AdapterId) is none, because processes count them separately.
     ///
     /// # Errors
-    /// [`GroupError::Refused`] if any rank failed, [`GroupError::Disagreement`] if the ranks gave different slots or fingerprints, or
-    /// [`GroupError::Channel`].
+    /// [`GroupError::Refused`] if any rank failed, [`GroupError::Disagreement`] if the ranks gave different slots or
+    /// fingerprints, or [`GroupError::Channel`].
     ///
     /// # Panics
     /// If `open` panics. The other ranks get [`GroupError::Refused`], and the group can be used again.
@@ -150,12 +152,12 @@ impl<R: Ranks, T: Table> Group<R, T> {
         }
     }
 
-    /// Puts the adapter into the slot on all ranks and replaces the previous one. If a rank calls this, all must, between the same two
-    /// steps and on the thread that steps.
+    /// Puts the adapter into the slot on all ranks and replaces the previous one. If a rank calls this, all must,
+    /// between the same two steps and on the thread that steps.
     ///
     /// # Errors
-    /// [`GroupError::Torn`] if a rank did not commit, or another adapter or to another slot, or [`GroupError::Channel`] if the group was
-    /// broken before.
+    /// [`GroupError::Torn`] if a rank did not commit, or another adapter or to another slot, or [`GroupError::Channel`]
+    /// if the group was broken before.
     ///
     /// # Panics
     /// If the table panics. The other ranks get [`GroupError::Torn`].
@@ -303,8 +305,8 @@ pub trait Table {
     /// [`LoadError`] if a weight has no finite value in the table's element type, or a copy failed.
     fn fill(&self, reservation: Self::Reservation, image: &SlotImage<'_>) -> Result<Self::Filled, LoadError>;
 
-    /// Puts an adapter into the slot that its memory was reserved for. [`GroupError::Torn`](super::GroupError::Torn) lists what may
-    /// still fail here.
+    /// Puts an adapter into the slot that its memory was reserved for. [`GroupError::Torn`](super::GroupError::Torn)
+    /// lists what may still fail here.
     ///
     /// # Errors
     /// [`LoadError`]. The slot is then unchanged.

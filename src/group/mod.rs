@@ -1,12 +1,12 @@
 //! Loading an adapter on all ranks of a tensor-parallel group, or on none.
 //!
-//! Every rank calls the same operations of its [`Group`] in the same order. [`Group::prepare`] opens the adapter, plans this rank's
-//! shard, reserves its memory and fills it; then the ranks exchange their verdicts. If any rank failed, no rank commits, all weight
-//! tables are as they were, and every rank gets the failures of all ranks. [`Group::commit`] puts the adapter into the slot, which is
-//! the same on all ranks.
+//! Every rank calls the same operations of its [`Group`] in the same order. [`Group::prepare`] opens the adapter, plans
+//! this rank's shard, reserves its memory and fills it; then the ranks exchange their verdicts. If any rank failed, no
+//! rank commits, all weight tables are as they were, and every rank gets the failures of all ranks. [`Group::commit`]
+//! puts the adapter into the slot, which is the same on all ranks.
 //!
-//! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare` may run on
-//! another thread, beside steps.
+//! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare`
+//! may run on another thread, beside steps.
 //!
 //! A [`GroupPool`] is an [`AdapterPool`](crate::pool::AdapterPool) on all ranks, for more adapters than fit.
 //!

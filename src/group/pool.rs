@@ -28,18 +28,19 @@ use crate::{
 
 /// An [`AdapterPool`] on the ranks of a group: an adapter is in the same slot on all ranks, or on none.
 ///
-/// All ranks make the same calls in the same order, and drop leases between the same calls. Each decides for itself, and all decide
-/// the same, because what may differ between ranks is agreed on: the end of a read or a copy, whether a copy can be enqueued, and what has
-/// failed. A load that fails on one rank fails on all, with the reasons of all; in a group of one, with its own error. So does one of
-/// which the ranks have read different adapters: other weights, names of modules or configurations.
+/// All ranks make the same calls in the same order, and drop leases between the same calls. Each decides for itself,
+/// and all decide the same, because what may differ between ranks is agreed on: the end of a read or a copy, whether a
+/// copy can be enqueued, and what has failed. A load that fails on one rank fails on all, with the reasons of all; in a
+/// group of one, with its own error. So does one of which the ranks have read different adapters: other weights, names
+/// of modules or configurations.
 ///
-/// A rank registers a source, or the error for which it has none. Then no rank has the adapter, and all get [`GroupError::Refused`], which
-/// names the rank.
+/// A rank registers a source, or the error for which it has none. Then no rank has the adapter, and all get
+/// [`GroupError::Refused`], which names the rank.
 ///
-/// While an adapter is registered, read or copied, a call waits for the other ranks to make it, and a rank that does not ends the group:
-/// then every call that could change a slot is an error ([`LoadError::Group`]), as is the end of every load that was under way, and steps go
-/// on with the leases that they have. A channel that panics, or returns what no rank says, ends it likewise. Calls for adapters that are
-/// loaded exchange nothing.
+/// While an adapter is registered, read or copied, a call waits for the other ranks to make it, and a rank that does
+/// not ends the group: then every call that could change a slot is an error ([`LoadError::Group`]), as is the end of
+/// every load that was under way, and steps go on with the leases that they have. A channel that panics, or returns
+/// what no rank says, ends it likewise. Calls for adapters that are loaded exchange nothing.
 pub type GroupPool<R, B> = AdapterPool<OnRanks<R, B>>;
 
 /// The memory and the streams of a [`GroupPool`], which are those of this rank.
@@ -400,8 +401,8 @@ impl<R: Exchange<B>, B: Backend<Source: Clone>> Executor for OnRanks<R, B> {
         is_copied
     }
 
-    /// A wait goes on while ranks come nearer to the end of a read: others have yet to end what one has, or to take it back. First it is
-    /// for any read of this rank, then for those that the other ranks have ended, too.
+    /// A wait goes on while ranks come nearer to the end of a read: others have yet to end what one has, or to take it
+    /// back. First it is for any read of this rank, then for those that the other ranks have ended, too.
     fn notice(&mut self, wait: Option<Duration>) {
         let mut before = Vec::new();
         // If they cannot agree any more, nothing ends.
@@ -498,8 +499,8 @@ impl<R: Exchange<B>, B: Backend<Source: Clone>> Executor for OnRanks<R, B> {
 }
 
 impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
-    /// The pool of a group, of which `pool` is this rank's part: a pool of the rank's model, without adapters. All ranks call this, and
-    /// give as many slots; of the sizes of their tiers, the smallest count.
+    /// The pool of a group, of which `pool` is this rank's part: a pool of the rank's model, without adapters. All
+    /// ranks call this, and give as many slots; of the sizes of their tiers, the smallest count.
     ///
     /// ```
     /// # use aril::{DType, cpu, group::{GroupPool, InProcess, Ranks}, model::Model, plan::Capacity, pool::{PoolConfig, PoolError}};
@@ -512,9 +513,9 @@ impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
     /// ```
     ///
     /// # Errors
-    /// [`PoolError::Slot`] if `pool` has adapters, or unregistered ones still have memory, and [`PoolError::Load`] if the channel is of another
-    /// rank than the pool's model ([`GroupError::OtherRank`]), fails, or the ranks have different numbers of slots
-    /// ([`GroupError::Disagreement`]).
+    /// [`PoolError::Slot`] if `pool` has adapters, or unregistered ones still have memory, and [`PoolError::Load`] if
+    /// the channel is of another rank than the pool's model ([`GroupError::OtherRank`]), fails, or the ranks have
+    /// different numbers of slots ([`GroupError::Disagreement`]).
     pub fn new(ranks: R, pool: AdapterPool<B>) -> Result<Self, PoolError> {
         let (channel, table) = (ranks.tp(), pool.backend.tp());
         if channel != table {

@@ -63,7 +63,8 @@ pub(super) fn reason(text: &str) -> String {
     reason
 }
 
-/// What all ranks say, by rank. What this one says is among it as it was said, or the channel has failed. So has one that panics.
+/// What all ranks say, by rank. What this one says is among it as it was said, or the channel has failed. So has one
+/// that panics.
 pub(super) fn exchange<T: DeserializeOwned>(
     ranks: &mut impl Ranks,
     tp: TpRank,

@@ -68,7 +68,8 @@ impl Cut {
     }
 }
 
-/// Rows of a matrix with `whole` rows that one rank holds: these ranges, one after the other, and rows of zeros up to `len`.
+/// Rows of a matrix with `whole` rows that one rank holds: these ranges, one after the other, and rows of zeros up to
+/// `len`.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Rows {
     pub(crate) whole: usize,
@@ -106,8 +107,8 @@ pub(super) fn check_size(path: &str, features: usize) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// The range of `whole` that this rank holds when the dimension is split into `shards` equal parts. With fewer shards than ranks,
-/// consecutive ranks hold the same shard.
+/// The range of `whole` that this rank holds when the dimension is split into `shards` equal parts. With fewer shards
+/// than ranks, consecutive ranks hold the same shard.
 pub(super) fn cut(TpRank { rank, size }: TpRank, path: &str, whole: usize, shards: usize) -> Result<Cut, SpecError> {
     if shards == 1 {
         return Ok(Cut::all(whole));
@@ -124,15 +125,16 @@ pub(super) fn check_padding(path: &str, vocab: usize, padded: usize) -> Result<(
     if padded < vocab { Err(SpecError::Padding { module: path.to_owned(), vocab, padded }) } else { Ok(()) }
 }
 
-/// The range of `whole` that this rank holds when the dimension is padded to `padded` and then split evenly, without padding.
+/// The range of `whole` that this rank holds when the dimension is padded to `padded` and then split evenly, without
+/// padding.
 pub(super) fn cut_padded(tp: TpRank, path: &str, whole: usize, padded: usize) -> Result<Cut, SpecError> {
     let Cut { start, len, .. } = cut(tp, path, padded, tp.size)?;
     let start = start.min(whole);
     Ok(Cut { whole, start, len: len.min(whole - start) })
 }
 
-/// Consecutive output features of one module that tensor parallelism splits by one rule. [`Linear::merged`](super::Linear::merged)
-/// takes several.
+/// Consecutive output features of one module that tensor parallelism splits by one rule.
+/// [`Linear::merged`](super::Linear::merged) takes several.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Part {
     features: usize,

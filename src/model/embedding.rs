@@ -58,9 +58,10 @@ impl EmbeddingSite {
 
     /// The rows of the unsharded embedding that this rank holds, without padding.
     ///
-    /// The operations take token ids relative to its start: with a [vocabulary-parallel](super::ModelSpec::vocab_parallel_embedding)
-    /// embedding, the id of token `t` is `ids[t] - range.start`. Ids of other ranks' rows are then negative or too large, and get no
-    /// delta. They must not be replaced by 0.
+    /// The operations take token ids relative to its start: with a
+    /// [vocabulary-parallel](super::ModelSpec::vocab_parallel_embedding) embedding, the id of token `t` is
+    /// `ids[t] - range.start`. Ids of other ranks' rows are then negative or too large, and get no delta. They must not
+    /// be replaced by 0.
     pub fn range(&self) -> Range<usize> {
         self.rows.range()
     }

@@ -20,7 +20,8 @@ pub enum Halves {
     Interleaved,
 }
 
-/// The function between an expert's gate-up and down projections. [Ungated](Experts::ungated) experts apply it to `up` alone.
+/// The function between an expert's gate-up and down projections. [Ungated](Experts::ungated) experts apply it to `up`
+/// alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Activation {
@@ -32,8 +33,8 @@ pub enum Activation {
     Relu2,
     /// `silu(gate) · up`, with `silu(x) = x · sigmoid(x)`.
     Silu,
-    /// `gate · sigmoid(alpha · gate) · (up + 1)`, after clamping `gate` to at most `limit` and `up` to `-limit..=limit`. Requires a
-    /// gate.
+    /// `gate · sigmoid(alpha · gate) · (up + 1)`, after clamping `gate` to at most `limit` and `up` to
+    /// `-limit..=limit`. Requires a gate.
     SwigluOai {
         /// Factor on the sigmoid's argument.
         alpha: f32,
@@ -49,12 +50,14 @@ impl Activation {
 
 /// Describes the experts of one layer to [`ModelSpec::experts`](super::ModelSpec::experts).
 ///
-/// Each expert has a gate and an up projection of shape `[inter, hidden]` ([or up alone](Self::ungated)) and a down projection of
-/// shape `[hidden, inter]`. The adapter determines which projections are adapted, their ranks, and whether experts share factors. Which
-/// experts a rank holds, and which group shards `inter`, is set in its [`Shard`](super::Shard).
+/// Each expert has a gate and an up projection of shape `[inter, hidden]` ([or up alone](Self::ungated)) and a down
+/// projection of shape `[hidden, inter]`. The adapter determines which projections are adapted, their ranks, and
+/// whether experts share factors. Which experts a rank holds, and which group shards `inter`, is set in its
+/// [`Shard`](super::Shard).
 ///
-/// The router is a [linear layer](super::Linear) of its own: a [replicated](super::Parallel::Replicated) one whose outputs are the scores of
-/// all experts, such as `Linear::new("model.layers.0.mlp", Parallel::Replicated, 2048).slice("gate", 128)`.
+/// The router is a [linear layer](super::Linear) of its own: a [replicated](super::Parallel::Replicated) one whose
+/// outputs are the scores of all experts, such as
+/// `Linear::new("model.layers.0.mlp", Parallel::Replicated, 2048).slice("gate", 128)`.
 ///
 /// ```
 /// use aril::model::{Experts, ModelSpec, TpRank};
@@ -80,8 +83,8 @@ pub struct Experts {
     stored: Stored,
 }
 
-/// The layout of expert parameters in the checkpoint that adapters are trained on. PEFT's `target_parameters` adapters use the same
-/// layout.
+/// The layout of expert parameters in the checkpoint that adapters are trained on. PEFT's `target_parameters` adapters
+/// use the same layout.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Stored {
     /// Order of gate and up within `gate_up_proj`.
@@ -91,8 +94,8 @@ pub(crate) struct Stored {
 }
 
 impl Experts {
-    /// Experts at the module `path`, such as `model.layers.0.mlp.experts`. `num_experts`, `hidden` and `inter` are those of the
-    /// whole layer, before any sharding.
+    /// Experts at the module `path`, such as `model.layers.0.mlp.experts`. `num_experts`, `hidden` and `inter` are
+    /// those of the whole layer, before any sharding.
     pub fn new(path: impl Into<String>, num_experts: usize, hidden: usize, inter: usize) -> Self {
         Self {
             path: path.into(),
@@ -162,8 +165,8 @@ impl ExpertsSite {
         self.top_k
     }
 
-    /// The range of the whole `inter` that this rank holds: rows of each expert's gate and up weights, and columns of its down
-    /// weight.
+    /// The range of the whole `inter` that this rank holds: rows of each expert's gate and up weights, and columns of
+    /// its down weight.
     pub fn inter_range(&self) -> Range<usize> {
         self.down.input.range()
     }
@@ -178,8 +181,8 @@ impl ExpertsSite {
         self.halves
     }
 
-    /// The projection before the activation. Its slices are gate and up in output order ([`Halves::Interleaved`]: gate first), or
-    /// up alone.
+    /// The projection before the activation. Its slices are gate and up in output order ([`Halves::Interleaved`]: gate
+    /// first), or up alone.
     pub fn gate_up(&self) -> &ProjectionSite {
         &self.gate_up
     }
@@ -215,15 +218,16 @@ impl ExpertsSite {
 
 /// One projection (gate-up or down) of all experts on this rank.
 ///
-/// It takes `(1 + held) * num_slices` descriptor-table entries: first one per slice for what all experts have in common, then
-/// one per slice for each local expert.
+/// It takes `(1 + held) * num_slices` descriptor-table entries: first one per slice for what all experts have in
+/// common, then one per slice for each local expert.
 ///
-/// - An expert's descriptor is complete: the addresses of A and B (shared or not), the rank and the scaling. Rank 0 means that the
-///   adapter does not adapt this expert.
-/// - A shared descriptor holds the largest rank of the experts' modules, by which kernels size their work: a smaller one is an error
-///   of the launch. Rank 0 means that the slot adapts no expert. It also holds the address of A if all adapted experts have the same
-///   A, and likewise of B. Such a factor lets a kernel compute `A x` once per token, or `B v` once per sum over a token's routes,
-///   without reading any expert's descriptor. Its scaling is always 1; each expert's own descriptor holds the scaling.
+/// - An expert's descriptor is complete: the addresses of A and B (shared or not), the rank and the scaling. Rank 0
+///   means that the adapter does not adapt this expert.
+/// - A shared descriptor holds the largest rank of the experts' modules, by which kernels size their work: a smaller
+///   one is an error of the launch. Rank 0 means that the slot adapts no expert. It also holds the address of A if all
+///   adapted experts have the same A, and likewise of B. Such a factor lets a kernel compute `A x` once per token, or
+///   `B v` once per sum over a token's routes, without reading any expert's descriptor. Its scaling is always 1; each
+///   expert's own descriptor holds the scaling.
 #[derive(Clone, Debug)]
 pub struct ProjectionSite {
     input: Cut,
@@ -270,8 +274,8 @@ impl ProjectionSite {
         self.first_entry
     }
 
-    /// Descriptor-table entry of slice 0 of the expert with this local id. Those of the other slices follow. An id of no expert here has no
-    /// entry of this projection.
+    /// Descriptor-table entry of slice 0 of the expert with this local id. Those of the other slices follow. An id of
+    /// no expert here has no entry of this projection.
     pub fn expert_entry(&self, local: usize) -> usize {
         sum([self.first_entry, self.slices.len(), product(&[local, self.slices.len()])])
     }

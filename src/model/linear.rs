@@ -9,8 +9,8 @@ use super::{
 };
 use crate::sizes::product;
 
-/// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the modules
-/// fused into its output.
+/// Describes one linear layer to [`ModelSpec::linear`](super::ModelSpec::linear): its path, its input features and the
+/// modules fused into its output.
 ///
 /// ```
 /// use aril::model::{Linear, ModelSpec, Parallel, TpRank};
@@ -43,7 +43,8 @@ pub(super) struct Slice {
 }
 
 impl Linear {
-    /// A layer whose modules are children of `path` (`""` for a top-level module such as `lm_head`). `in_features` is unsharded.
+    /// A layer whose modules are children of `path` (`""` for a top-level module such as `lm_head`). `in_features` is
+    /// unsharded.
     pub fn new(path: impl Into<String>, parallel: Parallel, in_features: usize) -> Self {
         Self { path: path.into(), parallel, in_features, slices: Vec::new(), fused: None }
     }
@@ -53,28 +54,29 @@ impl Linear {
         self.merged(module, [Part::even(out_features)])
     }
 
-    /// Appends a column-parallel module of `num_heads` heads with `head_dim` features each, such as q. Each rank holds whole heads.
+    /// Appends a column-parallel module of `num_heads` heads with `head_dim` features each, such as q. Each rank holds
+    /// whole heads.
     ///
-    /// A q with an output gate (Qwen3-Next, Qwen3.5) has the features of each head's gate behind those of its query: its heads have
-    /// twice the dimension.
+    /// A q with an output gate (Qwen3-Next, Qwen3.5) has the features of each head's gate behind those of its query:
+    /// its heads have twice the dimension.
     pub fn heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
         self.merged(module, [Part::heads(num_heads, head_dim)])
     }
 
-    /// Appends a column-parallel module of key-value heads, such as k or v. With fewer heads than ranks, consecutive ranks hold the
-    /// same head.
+    /// Appends a column-parallel module of key-value heads, such as k or v. With fewer heads than ranks, consecutive
+    /// ranks hold the same head.
     pub fn kv_heads(self, module: impl Into<String>, num_heads: usize, head_dim: usize) -> Self {
         self.merged(module, [Part::kv_heads(num_heads, head_dim)])
     }
 
-    /// Appends a module that every rank holds whole to a column-parallel layer, such as a low-rank projection or a gate that is
-    /// computed together with sharded modules.
+    /// Appends a module that every rank holds whole to a column-parallel layer, such as a low-rank projection or a gate
+    /// that is computed together with sharded modules.
     pub fn replicated(self, module: impl Into<String>, out_features: usize) -> Self {
         self.merged(module, [Part::replicated(out_features)])
     }
 
-    /// Appends a column-parallel module with one output for each of `vocab` token ids, such as `lm_head`, on ranks that split
-    /// `padded` outputs evenly. Adapters have `vocab` rows, and the delta of the other outputs is zero.
+    /// Appends a column-parallel module with one output for each of `vocab` token ids, such as `lm_head`, on ranks that
+    /// split `padded` outputs evenly. Adapters have `vocab` rows, and the delta of the other outputs is zero.
     ///
     /// ```
     /// use aril::model::{Linear, ModelSpec, Parallel, TpRank};
@@ -92,8 +94,8 @@ impl Linear {
         self.merged(module, [Part::padded(vocab, padded)])
     }
 
-    /// Appends a module whose output features are these parts, one after the other. Each part is sharded by its own rule, so that a
-    /// rank's columns are its part of the first, then of the second, and so on.
+    /// Appends a module whose output features are these parts, one after the other. Each part is sharded by its own
+    /// rule, so that a rank's columns are its part of the first, then of the second, and so on.
     ///
     /// ```
     /// use aril::model::{Linear, ModelSpec, Parallel, Part, TpRank};
@@ -115,8 +117,8 @@ impl Linear {
         self
     }
 
-    /// Accepts adapters trained on the fused module of this name: one A for all slices, and one B whose rows are those of the
-    /// slices in order.
+    /// Accepts adapters trained on the fused module of this name: one A for all slices, and one B whose rows are those
+    /// of the slices in order.
     pub fn fused(mut self, module: impl Into<String>) -> Self {
         self.fused = Some(module.into());
         self
@@ -250,14 +252,14 @@ impl SliceSite {
         self.rows.len
     }
 
-    /// The rows of the module's unsharded base weight `[out, in]` that this rank holds, in output order. The ranges ascend and are
-    /// not adjacent. Padding follows them.
+    /// The rows of the module's unsharded base weight `[out, in]` that this rank holds, in output order. The ranges
+    /// ascend and are not adjacent. Padding follows them.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.rows.ranges
     }
 
-    /// The outputs on this rank that its delta is added to: all of them, except in a [fully sharded](super::Shard::fully_sharded)
-    /// row-parallel layer.
+    /// The outputs on this rank that its delta is added to: all of them, except in a
+    /// [fully sharded](super::Shard::fully_sharded) row-parallel layer.
     pub fn delta_range(&self) -> Range<usize> {
         self.delta.range()
     }
@@ -274,9 +276,9 @@ impl SliceSite {
     }
 }
 
-/// The exchange between the two halves of the delta in a [fully sharded](super::Shard::fully_sharded) layer: shrink writes a part of
-/// `v = A x` to a buffer of the engine, the engine exchanges it with the other ranks, and expand reads the result. All buffers are
-/// `f32`, row-major and contiguous.
+/// The exchange between the two halves of the delta in a [fully sharded](super::Shard::fully_sharded) layer: shrink
+/// writes a part of `v = A x` to a buffer of the engine, the engine exchanges it with the other ranks, and expand reads
+/// the result. All buffers are `f32`, row-major and contiguous.
 ///
 /// | | column-parallel | row-parallel |
 /// |---|---|---|
@@ -287,10 +289,10 @@ impl SliceSite {
 /// | B on a rank | the rows of its outputs | an equal range of rows |
 /// | expand adds to | all its columns of `y` | [these columns](super::SliceSite::delta_range) of its partial sum `y` |
 ///
-/// `max_rank` is the table's, and `rank` the adapter's. Shrink writes zeros beyond the adapter's rank, and for tokens without an adapter.
-/// The exchange is between all ranks: each takes part for every fully sharded layer of a step, or none does, which all ranks can tell
-/// from the [batch](crate::routing::Batch::has_adapters). The engine's own all-reduce of a row-parallel layer's `y` follows expand, as
-/// without full sharding.
+/// `max_rank` is the table's, and `rank` the adapter's. Shrink writes zeros beyond the adapter's rank, and for tokens
+/// without an adapter. The exchange is between all ranks: each takes part for every fully sharded layer of a step, or
+/// none does, which all ranks can tell from the [batch](crate::routing::Batch::has_adapters). The engine's own
+/// all-reduce of a row-parallel layer's `y` follows expand, as without full sharding.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Exchange {
     collective: Collective,
@@ -317,13 +319,14 @@ impl Exchange {
         self.collective
     }
 
-    /// Rows and columns of the buffer that shrink writes: the tokens, and the ranks of all slices. A size beyond `usize::MAX` is that.
+    /// Rows and columns of the buffer that shrink writes: the tokens, and the ranks of all slices. A size beyond
+    /// `usize::MAX` is that.
     pub fn sent(&self, num_tokens: usize, max_rank: usize) -> [usize; 2] {
         [num_tokens, product(&[self.slices, self.width(max_rank)])]
     }
 
-    /// Rows and columns of the buffer that expand reads: the rows of all ranks' buffers, or of their sum. A size beyond `usize::MAX` is
-    /// that.
+    /// Rows and columns of the buffer that expand reads: the rows of all ranks' buffers, or of their sum. A size beyond
+    /// `usize::MAX` is that.
     pub fn received(&self, num_tokens: usize, max_rank: usize) -> [usize; 2] {
         let [rows, cols] = self.sent(num_tokens, max_rank);
         match self.collective {

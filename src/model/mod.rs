@@ -1,8 +1,9 @@
 //! The layers that adapters may adapt.
 //!
 //! A [`ModelSpec`] describes the whole model once. [`ModelSpec::shard`] turns it into the immutable [`Model`] of one
-//! tensor-parallel rank. The model assigns each adapted module (in the sense of PEFT's `target_modules`) an entry of the descriptor
-//! table, and knows which part of the module's factors and base weight the rank holds. It knows nothing of adapters or devices.
+//! tensor-parallel rank. The model assigns each adapted module (in the sense of PEFT's `target_modules`) an entry of
+//! the descriptor table, and knows which part of the module's factors and base weight the rank holds. It knows nothing
+//! of adapters or devices.
 //!
 //! ```
 //! use aril::model::{Linear, ModelSpec, Parallel, TpRank};
@@ -19,7 +20,8 @@
 //! # Ok::<(), aril::model::SpecError>(())
 //! ```
 //!
-//! Invariant: each entry belongs to one module, or to the factors that a layer's experts share, and each module has its own entry.
+//! Invariant: each entry belongs to one module, or to the factors that a layer's experts share, and each module has its
+//! own entry.
 
 mod cut;
 mod embedding;

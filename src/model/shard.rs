@@ -86,10 +86,11 @@ impl Shard {
         Self { tp, is_fully_sharded: false, experts_tp: tp, held: BTreeMap::new() }
     }
 
-    /// Shards both factors of every column-parallel and row-parallel linear layer, as in S-LoRA. Each rank then holds and reads only its
-    /// share of A and B, but must [exchange](super::LinearSite::exchange) `v = A x` between shrink and expand
-    /// (`FullyShardedLinear` in [`cpu`](crate::cpu::FullyShardedLinear) and `cuda`). Experts, embeddings and replicated
-    /// layers are sharded as without it. It is for adapters that do not fit otherwise, as the exchange takes time.
+    /// Shards both factors of every column-parallel and row-parallel linear layer, as in S-LoRA. Each rank then holds
+    /// and reads only its share of A and B, but must [exchange](super::LinearSite::exchange) `v = A x` between shrink
+    /// and expand (`FullyShardedLinear` in [`cpu`](crate::cpu::FullyShardedLinear) and `cuda`). Experts, embeddings and
+    /// replicated layers are sharded as without it. It is for adapters that do not fit otherwise, as the exchange takes
+    /// time.
     #[doc(alias = "fully_sharded_loras")]
     pub fn fully_sharded(mut self) -> Self {
         self.is_fully_sharded = true;
@@ -103,8 +104,8 @@ impl Shard {
         self
     }
 
-    /// Sets the experts of a layer that the rank holds under expert parallelism, in order of the engine's local expert ids. The default is
-    /// all of them.
+    /// Sets the experts of a layer that the rank holds under expert parallelism, in order of the engine's local expert
+    /// ids. The default is all of them.
     #[doc(alias = "expert_map")]
     pub fn held(mut self, layer: ExpertsId, experts: impl IntoIterator<Item = usize>) -> Self {
         self.held.insert(layer, experts.into_iter().collect());
@@ -130,8 +131,8 @@ pub(crate) enum Target {
 
 /// The adapted layers on one tensor-parallel rank. Immutable and cheap to clone.
 ///
-/// Weight tables, layers and adapter images belong to one model and are rejected by another. Two models are equal if they come from
-/// the same [`ModelSpec`](super::ModelSpec), for equal [`Shard`]s, with no layer added in between.
+/// Weight tables, layers and adapter images belong to one model and are rejected by another. Two models are equal if
+/// they come from the same [`ModelSpec`](super::ModelSpec), for equal [`Shard`]s, with no layer added in between.
 #[derive(Clone)]
 pub struct Model(pub(super) Arc<Inner>);
 
@@ -145,7 +146,8 @@ pub(super) struct Inner {
     pub(super) experts_at: HashMap<String, ExpertsId>,
 }
 
-/// Identifies a model. A [`ModelSpec`](super::ModelSpec) only grows, so models with equal ids have equal layers and entries.
+/// Identifies a model. A [`ModelSpec`](super::ModelSpec) only grows, so models with equal ids have equal layers and
+/// entries.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct ModelId {
     pub(super) spec: SpecId,
@@ -194,8 +196,8 @@ impl Model {
         &self.0.expert_layers
     }
 
-    /// Entries per slot in the descriptor table: one per slice of each linear layer, one per embedding, and those listed at
-    /// [`ProjectionSite`](super::ProjectionSite) for experts.
+    /// Entries per slot in the descriptor table: one per slice of each linear layer, one per embedding, and those
+    /// listed at [`ProjectionSite`](super::ProjectionSite) for experts.
     pub fn num_entries(&self) -> usize {
         self.0.id.num_entries
     }

@@ -64,8 +64,9 @@ impl ModelSpec {
     /// Adds a linear layer.
     ///
     /// # Errors
-    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`](super::MAX_SLICES), a size is zero or exceeds `i32::MAX`, a
-    /// module with heads, replicated features or padding is in a layer that is not column-parallel, or a module was added before.
+    /// [`SpecError`] if the layer has no slices or more than [`MAX_SLICES`](super::MAX_SLICES), a size is zero or
+    /// exceeds `i32::MAX`, a module with heads, replicated features or padding is in a layer that is not
+    /// column-parallel, or a module was added before.
     pub fn linear(&mut self, layer: Linear) -> Result<LinearId, SpecError> {
         self.claim(layer.check()?)?;
         self.layers.push(Described::Linear(layer));
@@ -86,12 +87,13 @@ impl ModelSpec {
         self.add_embedding(Embedding { module: module.into(), vocab, padded: None, hidden })
     }
 
-    /// Adds an embedding of `vocab` rows with `hidden` features each, on ranks that split `padded` rows evenly. Each rank adds the
-    /// delta of its own tokens to its partial sum, before the engine's all-reduce. Token ids are
+    /// Adds an embedding of `vocab` rows with `hidden` features each, on ranks that split `padded` rows evenly. Each
+    /// rank adds the delta of its own tokens to its partial sum, before the engine's all-reduce. Token ids are
     /// [relative to the rank's first row](super::EmbeddingSite::range).
     ///
     /// # Errors
-    /// [`SpecError`] if a size is zero or exceeds `i32::MAX`, `padded` is less than `vocab`, or the module was added before.
+    /// [`SpecError`] if a size is zero or exceeds `i32::MAX`, `padded` is less than `vocab`, or the module was added
+    /// before.
     #[doc(alias = "VocabParallelEmbedding")]
     pub fn vocab_parallel_embedding(
         &mut self,
@@ -123,12 +125,13 @@ impl ModelSpec {
         Ok(ExpertsId { spec: self.id, index: self.counts.experts - 1 })
     }
 
-    /// The model on one rank, given by a [`TpRank`](super::TpRank), or by a [`Shard`] that also says which experts the rank holds. One
-    /// process may shard for several ranks; layer ids are valid for all of them.
+    /// The model on one rank, given by a [`TpRank`](super::TpRank), or by a [`Shard`] that also says which experts the
+    /// rank holds. One process may shard for several ranks; layer ids are valid for all of them.
     ///
     /// # Errors
-    /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks. [`SpecError::Held`] if a held
-    /// expert is out of range or listed twice, [`SpecError::Foreign`] if the experts belong to another description.
+    /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks.
+    /// [`SpecError::Held`] if a held expert is out of range or listed twice, [`SpecError::Foreign`] if the experts
+    /// belong to another description.
     pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
         let shard = shard.into();
         if shard.held.keys().any(|layer| layer.spec != self.id) {

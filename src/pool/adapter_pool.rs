@@ -19,16 +19,15 @@ use crate::{
     error::{OperandError, SlotError, panic_message},
 };
 
-/// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads of
-/// the pool read the files.
+/// Adapters in three tiers: on the device, in host memory, and in their files. One thread owns the pool; loader threads
+/// of the pool read the files.
 ///
-/// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have ended, and
-/// [end](Self::end_step) the step. No call waits for a file or for the device, except [`wait`](Self::wait) and
-/// [`wait_for`](Self::wait_for).
-/// [`pool`](crate::pool) has the whole story.
+/// A step is: [`prepare`](Self::prepare) its adapters, [`step`](Self::step), drop the leases of requests that have
+/// ended, and [end](Self::end_step) the step. No call waits for a file or for the device, except [`wait`](Self::wait)
+/// and [`wait_for`](Self::wait_for). [`pool`](crate::pool) has the whole story.
 ///
-/// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, and [`GroupPool`](crate::group::GroupPool) on the
-/// ranks of a group are pools of one backend each.
+/// Its backend makes it: [`cpu::AdapterPool`](crate::cpu::AdapterPool), `cuda::AdapterPool`, and
+/// [`GroupPool`](crate::group::GroupPool) on the ranks of a group are pools of one backend each.
 #[doc(alias = "LoRAModelManager")]
 pub struct AdapterPool<B: Backend> {
     pub(super) state: State,
@@ -71,8 +70,8 @@ impl<B: Backend> AdapterPool<B> {
     /// Makes an adapter known, under an id of its own. Loads nothing.
     ///
     /// # Errors
-    /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier; on the ranks of a group,
-    /// [`PoolError::Load`] if it does not match the table of each rank, or a rank has none.
+    /// [`PoolError::Slot`] if the source does not match the table, [`PoolError::TooLarge`] if it exceeds a tier; on the
+    /// ranks of a group, [`PoolError::Load`] if it does not match the table of each rank, or a rank has none.
     pub fn register(&mut self, source: B::Source) -> Result<AdapterId, PoolError> {
         self.notice();
         self.backend.check()?;
@@ -96,8 +95,9 @@ impl<B: Backend> AdapterPool<B> {
         removed
     }
 
-    /// [Registers](Self::register) an adapter and starts to load it. Dropping the version [unregisters](Self::unregister) it, so that whoever
-    /// gives up before others can ask for it leaves nothing in the pool.
+    /// [Registers](Self::register) an adapter and starts to load it. Dropping the version
+    /// [unregisters](Self::unregister) it, so that whoever gives up before others can ask for it leaves nothing in the
+    /// pool.
     ///
     /// # Errors
     /// As for `register`.
@@ -107,9 +107,9 @@ impl<B: Backend> AdapterPool<B> {
         Ok(Version { load, dropped: self.dropped.clone() })
     }
 
-    /// [Loads](Self::load) an adapter, and calls `then` with the version once it is in host memory, or with the error of
-    /// [`Load::has_ended`]: in the call that takes note of its end. Returns the load. A panic of `then` is caught, after the program's panic
-    /// hook: the call and the loads of others go on.
+    /// [Loads](Self::load) an adapter, and calls `then` with the version once it is in host memory, or with the error
+    /// of [`Load::has_ended`]: in the call that takes note of its end. Returns the load. A panic of `then` is caught,
+    /// after the program's panic hook: the call and the loads of others go on.
     ///
     /// # Errors
     /// As for `load`. Then, and when the pool is dropped before the load has ended, `then` is dropped.
@@ -126,8 +126,9 @@ impl<B: Backend> AdapterPool<B> {
 
     /// Starts to bring an adapter to the device, and counts as a use.
     ///
-    /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host tier. Returns the load
-    /// that is under way, or one that has ended if the adapter is in host memory or on the device.
+    /// A prefetch evicts only adapters that were used before it. If later ones fill the device, it ends in the host
+    /// tier. Returns the load that is under way, or one that has ended if the adapter is in host memory or on the
+    /// device.
     ///
     /// # Errors
     /// [`PoolError::Failed`] if the last load failed: [`retry`](Self::retry) tries again. [`PoolError::Unknown`].
@@ -168,14 +169,14 @@ impl<B: Backend> AdapterPool<B> {
         self.state.set_pinned(id, false)
     }
 
-    /// Leases all adapters of a batch for launches on `stream`, or none: one lease for each id, in order. Ids may repeat.
-    /// No adapter is evicted for another one of the batch. Launches wait on the device for adapters that are being copied.
+    /// Leases all adapters of a batch for launches on `stream`, or none: one lease for each id, in order. Ids may
+    /// repeat. No adapter is evicted for another one of the batch. Launches wait on the device for adapters that are
+    /// being copied.
     ///
     /// # Errors
-    /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: [`retry`](Self::retry)
-    /// the adapter.
-    /// [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`]. [`PoolError::Load`] on the ranks
-    /// of a group that are not connected any more, or do different things.
+    /// [`PoolError::Loading`] and [`PoolError::Full`]: retry later. [`PoolError::Failed`]: [`retry`](Self::retry) the
+    /// adapter. [`PoolError::TooLarge`]: the batch never fits. [`PoolError::Unknown`], [`PoolError::NoSuchStream`].
+    /// [`PoolError::Load`] on the ranks of a group that are not connected any more, or do different things.
     pub fn prepare(&mut self, ids: &[AdapterId], stream: StreamId) -> Result<Vec<Lease>, PoolError> {
         self.begin(Call::Prepare(ids, stream))?;
         self.state.poll(&mut self.backend);
@@ -202,8 +203,8 @@ impl<B: Backend> AdapterPool<B> {
         self.prepare(&[id], stream)?.pop().ok_or(PoolError::Unknown { id })
     }
 
-    /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it, and later
-    /// steps of the stream refuse them. Enqueues nothing.
+    /// Marks the end of a step's launches on `stream`. Slots whose last lease ended before may be overwritten after it,
+    /// and later steps of the stream refuse them. Enqueues nothing.
     ///
     /// An engine that drops leases after its last step calls it once more, so that their memory can be used.
     ///
@@ -221,9 +222,9 @@ impl<B: Backend> AdapterPool<B> {
         self.state.poll(&mut self.backend);
     }
 
-    /// Blocks this thread until a read has ended, or for `timeout`. Returns whether one has. Returns `false` at once if none is under
-    /// way, also while a copy to the device is. On the ranks of a group a read ends when it has on all of them, and this may take up
-    /// to `timeout` for each step in which some come nearer to it.
+    /// Blocks this thread until a read has ended, or for `timeout`. Returns whether one has. Returns `false` at once if
+    /// none is under way, also while a copy to the device is. On the ranks of a group a read ends when it has on all of
+    /// them, and this may take up to `timeout` for each step in which some come nearer to it.
     pub fn wait(&mut self, timeout: Duration) -> bool {
         if self.state.reads() == 0 {
             // The next read may begin where a copy has ended.
@@ -237,8 +238,9 @@ impl<B: Backend> AdapterPool<B> {
         has_ended
     }
 
-    /// Waits for a load of this pool, and returns whether it has ended. Returns `false` if none of the reads under way ends within `timeout`, or
-    /// at once if there are none: then the load waits for memory until a copy to the device has ended, or other adapters are released.
+    /// Waits for a load of this pool, and returns whether it has ended. Returns `false` if none of the reads under way
+    /// ends within `timeout`, or at once if there are none: then the load waits for memory until a copy to the device
+    /// has ended, or other adapters are released.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -264,8 +266,8 @@ impl<B: Backend> AdapterPool<B> {
         }
     }
 
-    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last operation; on a GPU, before
-    /// that is enqueued.
+    /// Starts a step of `batch` on `stream`. The step borrows the pool, so that no slot changes before its last
+    /// operation; on a GPU, before that is enqueued.
     ///
     /// Slots in device memory cannot be checked: see `cuda::Routing::update_on_device`.
     ///
@@ -290,8 +292,8 @@ impl<B: Backend> AdapterPool<B> {
     /// ```
     ///
     /// # Errors
-    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch with the adapter that it names,
-    /// [`OperandError::NoSuchStream`], or as for the `step` of the backend's table.
+    /// [`OperandError::NotLeased`] if no [lease](Lease) of the stream holds a slot of the batch with the adapter that
+    /// it names, [`OperandError::NoSuchStream`], or as for the `step` of the backend's table.
     pub fn step<'a>(
         &'a self,
         stream: StreamId,
@@ -303,8 +305,8 @@ impl<B: Backend> AdapterPool<B> {
         Ok(step)
     }
 
-    /// The table of a compute stream, to make layers of and, on CUDA, to capture; `None` if the stream belongs to another pool. On the
-    /// CPU, all streams have it in common. The pool alone loads, unloads and [steps](Self::step).
+    /// The table of a compute stream, to make layers of and, on CUDA, to capture; `None` if the stream belongs to
+    /// another pool. On the CPU, all streams have it in common. The pool alone loads, unloads and [steps](Self::step).
     pub fn weights(&self, stream: StreamId) -> Option<&B::Weights> {
         if self.state.has_stream(stream) { self.backend.weights(stream) } else { None }
     }
@@ -427,7 +429,8 @@ pub struct PoolConfig {
 }
 
 impl PoolConfig {
-    /// An arena of `arena_bytes` bytes, as much host memory, two adapters that are read at the same time, and eight threads to pack each.
+    /// An arena of `arena_bytes` bytes, as much host memory, two adapters that are read at the same time, and eight
+    /// threads to pack each.
     pub const fn arena_bytes(arena_bytes: usize) -> Self {
         Self { arena_bytes, host_bytes: arena_bytes, loaders: 2, packers: 8, is_poisoning: false }
     }
@@ -450,8 +453,8 @@ impl PoolConfig {
         Self { packers, ..self }
     }
 
-    /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests: a kernel that reads a block while it is
-    /// overwritten then gives NaN.
+    /// Fills blocks on the GPU with NaN before an adapter is copied into them. For tests: a kernel that reads a block
+    /// while it is overwritten then gives NaN.
     #[must_use]
     pub const fn poisoning(self) -> Self {
         Self { is_poisoning: true, ..self }

@@ -12,7 +12,8 @@ use crate::{
     model::TpRank,
 };
 
-/// The memory and the streams of an [`AdapterPool`](super::AdapterPool): the pool decides, and its backend carries it out.
+/// The memory and the streams of an [`AdapterPool`](super::AdapterPool): the pool decides, and its backend carries it
+/// out.
 ///
 /// Nobody else can implement it: what a pool asks of its backend is private.
 #[expect(private_bounds, reason = "seals the trait")]
@@ -63,7 +64,8 @@ pub trait Backend: Executor {
     ) -> Result<Self::Step<'a>, Self::Error>;
 }
 
-/// Carries out what a pool decides. No call waits for a file or for the device, except [`notice`](Self::notice) with a time.
+/// Carries out what a pool decides. No call waits for a file or for the device, except [`notice`](Self::notice) with a
+/// time.
 pub(crate) trait Executor {
     /// Whether the pool can go on.
     fn check(&self) -> Result<(), PoolError> {
@@ -83,12 +85,13 @@ pub(crate) trait Executor {
 
     /// Starts to read an adapter into host memory. [`next_read`](Self::next_read) returns its end.
     ///
-    /// With a copy, each part of the adapter is enqueued as for [`copy`](Self::copy) once it is packed, until the copy is
-    /// [revoked](Self::revoke). A read that fails or whose copy was revoked ends when the parts have run. Returns whether parts will be
-    /// copied.
+    /// With a copy, each part of the adapter is enqueued as for [`copy`](Self::copy) once it is packed, until the copy
+    /// is [revoked](Self::revoke). A read that fails or whose copy was revoked ends when the parts have run. Returns
+    /// whether parts will be copied.
     fn read(&mut self, id: AdapterId, to: Range<usize>, copy: Option<&Transfer>) -> bool;
 
-    /// Takes note of reads and copies that have ended. Blocks this thread until a read ends or for up to a time, if one is given.
+    /// Takes note of reads and copies that have ended. Blocks this thread until a read ends or for up to a time, if one
+    /// is given.
     fn notice(&mut self, wait: Option<Duration>);
 
     /// A read that has ended.
@@ -104,17 +107,18 @@ pub(crate) trait Executor {
         false
     }
 
-    /// A complete copy of a read, which could not be [revoked](Self::revoke), is not [finished](Self::finish): its slot and its block have
-    /// new owners. Returns whether [`next_copied`](Self::next_copied) will return its end.
+    /// A complete copy of a read, which could not be [revoked](Self::revoke), is not [finished](Self::finish): its slot
+    /// and its block have new owners. Returns whether [`next_copied`](Self::next_copied) will return its end.
     fn abandon(&mut self, _copy: &Transfer) -> bool {
         false
     }
 
-    /// The read that makes this copy has ended well: all of its parts are enqueued. [`next_copied`](Self::next_copied) returns their end.
+    /// The read that makes this copy has ended well: all of its parts are enqueued. [`next_copied`](Self::next_copied)
+    /// returns their end.
     fn finish(&mut self, _copy: &Transfer) {}
 
-    /// Enqueues a copy on the transfer stream, after all launches that may read memory of [evicted](Self::evict) adapters.
-    /// [`next_copied`](Self::next_copied) returns its end.
+    /// Enqueues a copy on the transfer stream, after all launches that may read memory of [evicted](Self::evict)
+    /// adapters. [`next_copied`](Self::next_copied) returns its end.
     ///
     /// # Errors
     /// [`LoadError`] if the copy cannot be enqueued. Nothing may be enqueued that writes to device memory.
@@ -139,8 +143,8 @@ pub(crate) trait Executor {
         true
     }
 
-    /// The slot is empty, and its memory may be overwritten by later copies. Launches on it that were enqueued without a lease read
-    /// the memory as it was, and later ones find no adapter.
+    /// The slot is empty, and its memory may be overwritten by later copies. Launches on it that were enqueued without
+    /// a lease read the memory as it was, and later ones find no adapter.
     fn evict(&mut self, slot: usize);
 
     /// The adapter has left host memory.

@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Duration};
 use super::AdapterId;
 use crate::{error::LoadError, slots::Usage};
 
-/// What a pool has done since it was created. A lease of an adapter that is on the device at the first request is a hit.
+/// What a pool has done since it was created. A lease of an adapter that is on the device at the first request is a
+/// hit.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Counters {

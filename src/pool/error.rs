@@ -17,7 +17,8 @@ pub enum PoolError {
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     #[error(transparent)]
     Device(#[from] crate::error::LaunchError),
-    /// The last load of the adapter failed. Other adapters are not affected; [`retry`](super::AdapterPool::retry) tries again.
+    /// The last load of the adapter failed. Other adapters are not affected; [`retry`](super::AdapterPool::retry) tries
+    /// again.
     #[error("{id} could not be loaded: {error}")]
     Failed {
         /// The adapter.
@@ -25,16 +26,16 @@ pub enum PoolError {
         /// Why it could not be loaded.
         error: Arc<LoadError>,
     },
-    /// There is no room until leases and their steps end: other adapters on the device are in use or pinned. Retry after the end of a
-    /// step.
+    /// There is no room until leases and their steps end: other adapters on the device are in use or pinned. Retry
+    /// after the end of a step.
     #[error("the device has no room until other adapters are released")]
     Full,
-    /// The ranks of a group have not done what was asked for: some refuse the adapter, or they are not connected any more, or do different
-    /// things ([`LoadError::Group`]).
+    /// The ranks of a group have not done what was asked for: some refuse the adapter, or they are not connected any
+    /// more, or do different things ([`LoadError::Group`]).
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The adapter is on its way, or waits for reads and copies of others to end. Retry later. Its load has been started if it was not under
-    /// way.
+    /// The adapter is on its way, or waits for reads and copies of others to end. Retry later. Its load has been
+    /// started if it was not under way.
     #[error("{id} is being loaded")]
     Loading {
         /// The first adapter of the batch that is not ready.

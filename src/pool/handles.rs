@@ -12,12 +12,12 @@ pub(super) enum Dropped {
     Version(AdapterId),
 }
 
-/// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks, and any
-/// thread may do so.
+/// A request's hold on an adapter in its slot, for launches on one stream. Dropping it ends the hold; it never blocks,
+/// and any thread may do so.
 ///
-/// The slot is valid for launches until the next end of a step of the stream after the lease was dropped. After that, a step refuses it
-/// ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), also if another adapter is leased there, unless another lease
-/// holds the same copy of the same adapter.
+/// The slot is valid for launches until the next end of a step of the stream after the lease was dropped. After that, a
+/// step refuses it ([`OperandError::NotLeased`](crate::error::OperandError::NotLeased)), also if another adapter is
+/// leased there, unless another lease holds the same copy of the same adapter.
 #[derive(Debug)]
 #[must_use]
 pub struct Lease {
@@ -56,8 +56,9 @@ impl Drop for Lease {
     }
 }
 
-/// A load of an adapter: the way from its source to host memory, on all ranks of a group. It has ended once the adapter is there, or has
-/// failed. Any thread may ask for it; the pool takes note of its end in [`poll`](super::AdapterPool::poll), as in most other calls.
+/// A load of an adapter: the way from its source to host memory, on all ranks of a group. It has ended once the adapter
+/// is there, or has failed. Any thread may ask for it; the pool takes note of its end in
+/// [`poll`](super::AdapterPool::poll), as in most other calls.
 ///
 /// Later loads of the adapter are others. Nor does a load say whether the adapter is still there.
 #[derive(Clone, Debug)]
@@ -87,7 +88,8 @@ impl Load {
     /// Whether the load has ended.
     ///
     /// # Errors
-    /// [`PoolError::Failed`] if it has failed, and [`PoolError::Unknown`] if the adapter was unregistered, or the pool dropped, before it ended.
+    /// [`PoolError::Failed`] if it has failed, and [`PoolError::Unknown`] if the adapter was unregistered, or the pool
+    /// dropped, before it ended.
     pub fn has_ended(&self) -> Result<bool, PoolError> {
         let id = self.id;
         match self.end.get() {
@@ -121,8 +123,8 @@ impl Drop for Loading {
     }
 }
 
-/// A version of an adapter that is registered until this is dropped; by any thread, without blocking. The pool takes note of the drop in its
-/// next call, as of that of a lease. Requests that hold a lease keep it.
+/// A version of an adapter that is registered until this is dropped; by any thread, without blocking. The pool takes
+/// note of the drop in its next call, as of that of a lease. Requests that hold a lease keep it.
 #[derive(Debug)]
 #[must_use = "dropping a version unregisters it"]
 pub struct Version {

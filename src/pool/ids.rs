@@ -4,15 +4,16 @@ use std::{fmt, num::NonZeroU64};
 
 use crate::unique::unique;
 
-/// One version of an adapter: an adapter that is registered again, under the same name or with the same weights, has another id. No id
-/// is used twice in a process.
+/// One version of an adapter: an adapter that is registered again, under the same name or with the same weights, has
+/// another id. No id is used twice in a process.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[doc(alias = "lora_int_id")]
 pub struct AdapterId(NonZeroU64);
 
 /// Part of the key of an engine's prefix cache: KV blocks computed in one namespace are never valid in another one.
 ///
-/// Every [`AdapterId`] has its own namespace, and so has the base model. Namespaces of different processes are unrelated.
+/// Every [`AdapterId`] has its own namespace, and so has the base model. Namespaces of different processes are
+/// unrelated.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[doc(alias = "lora_name")]
 pub struct CacheNamespace(u64);

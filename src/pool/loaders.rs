@@ -27,9 +27,9 @@ use crate::{
 
 type Read = Box<dyn FnOnce(&ThreadPool) + Send>;
 
-/// Loader threads, each of which reads one adapter at a time with threads of its own that pack, so that a slow read delays no other
-/// loader. Loaders are not threads of rayon, which would take up another read while they wait for their packers. Packers are apart from
-/// rayon's other threads, which the engine may use.
+/// Loader threads, each of which reads one adapter at a time with threads of its own that pack, so that a slow read
+/// delays no other loader. Loaders are not threads of rayon, which would take up another read while they wait for their
+/// packers. Packers are apart from rayon's other threads, which the engine may use.
 pub(crate) struct Loaders<K, P> {
     reads: Sender<Read>,
     sender: Sender<Loaded<K, P>>,
@@ -62,8 +62,8 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
         Ok(Self { reads, sender, results })
     }
 
-    /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have changed meanwhile. A
-    /// panic is an error of this adapter.
+    /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have
+    /// changed meanwhile. A panic is an error of this adapter.
     pub(crate) fn start(
         &self,
         id: K,
@@ -147,8 +147,8 @@ impl<P: Send + 'static> HostTier<P> {
         self.sources.remove(&id);
     }
 
-    /// Starts to read an adapter. A loader thread calls `pack` with its image, and then `seal`, once the source is known not to
-    /// have changed meanwhile.
+    /// Starts to read an adapter. A loader thread calls `pack` with its image, and then `seal`, once the source is
+    /// known not to have changed meanwhile.
     pub(crate) fn read(
         &self,
         id: AdapterId,
@@ -187,7 +187,8 @@ impl<P: Send + 'static> HostTier<P> {
     }
 }
 
-/// Size of an arena in which `count` adapters of rank `max_rank` fit, whatever modules they have. Their blocks end with a row.
+/// Size of an arena in which `count` adapters of rank `max_rank` fit, whatever modules they have. Their blocks end with
+/// a row.
 pub(crate) fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize, row_bytes: usize) -> usize {
     let block = block_bytes(SlotImage::max_bytes(model, dtype, max_rank), row_bytes);
     blocks::bytes_for_equal(block, count, 0)

@@ -6,8 +6,8 @@ use super::Snapshot;
 use crate::slots::Usage;
 
 impl Snapshot {
-    /// Sets the counters and gauges of a pool, with `pool` as their label of that name. Costs a look-up for each of them, so call it
-    /// as often as they are read.
+    /// Sets the counters and gauges of a pool, with `pool` as their label of that name. Costs a look-up for each of
+    /// them, so call it as often as they are read.
     ///
     /// | counters | |
     /// |---|---|

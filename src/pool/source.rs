@@ -14,7 +14,8 @@ use crate::{
     slots::Bounds,
 };
 
-/// Where a pool reads an adapter from, checked for one rank of a model. Making a source takes a while; any thread may do so.
+/// Where a pool reads an adapter from, checked for one rank of a model. Making a source takes a while; any thread may
+/// do so.
 #[derive(Clone, Debug)]
 pub struct Source {
     kind: Kind,
@@ -35,13 +36,14 @@ enum Kind {
 }
 
 impl Source {
-    /// A directory, as for [`Adapter::open`]. Reads the configuration and the headers of the weight files, and the factors of experts far
-    /// enough to find out which of them are equal.
+    /// A directory, as for [`Adapter::open`]. Reads the configuration and the headers of the weight files, and the
+    /// factors of experts far enough to find out which of them are equal.
     ///
-    /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files that have been
-    /// modified or replaced since are an error of the load. The last 64 directories of the process that were checked or loaded stay
-    /// parsed and planned, each with its weight file open, unless they have more than 262,144 modules together, of some 1 KB each. Adapters with
-    /// [base weights](Adapter::base_weights) must come from [memory](Self::memory).
+    /// Each load reads the weights again, into memory, so that nothing done to the files can stop the process. Files
+    /// that have been modified or replaced since are an error of the load. The last 64 directories of the process that
+    /// were checked or loaded stay parsed and planned, each with its weight file open, unless they have more than
+    /// 262,144 modules together, of some 1 KB each. Adapters with [base weights](Adapter::base_weights) must come from
+    /// [memory](Self::memory).
     ///
     /// # Errors
     /// As for [`Adapter::open`] and [`Adapter::plan`], except for the values of weights.
@@ -62,8 +64,8 @@ impl Source {
         Self::of_directory(dir.as_ref(), opener, None, model, dtype)
     }
 
-    /// Like [`directory`](Self::directory), for an adapter whose factors of PEFT's `target_parameters` have this orientation, as for
-    /// [`Adapter::oriented`].
+    /// Like [`directory`](Self::directory), for an adapter whose factors of PEFT's `target_parameters` have this
+    /// orientation, as for [`Adapter::oriented`].
     ///
     /// # Errors
     /// As for [`directory`](Self::directory).
@@ -142,8 +144,8 @@ impl Source {
         self.max_rank
     }
 
-    /// Whether the adapter has factors of a linear layer on this rank, such as a router: without any, an engine may leave out the
-    /// operation. `false` for a layer of another model.
+    /// Whether the adapter has factors of a linear layer on this rank, such as a router: without any, an engine may
+    /// leave out the operation. `false` for a layer of another model.
     pub fn adapts(&self, layer: LinearId) -> bool {
         self.model.linear(layer).is_some_and(|site| self.linears.contains(&site.first_entry()))
     }
@@ -358,7 +360,8 @@ mod tests {
     /// Names, shapes and elements of tensors.
     type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
-    /// Stores the factors of a module, of which all experts have the same A, or B, if one is given. Not every form can store each.
+    /// Stores the factors of a module, of which all experts have the same A, or B, if one is given. Not every form can
+    /// store each.
     type Form = fn(&str, &[Stack; 2], Option<usize>) -> Option<Tensors>;
 
     const FORMS: [Form; 4] = [
@@ -475,8 +478,9 @@ mod tests {
         assert!((0..100).any(is_kept));
     }
 
-    /// Writes the factors of PEFT's `target_parameters`, whose experts lie between each other in one of two tensors, with `NaN` in
-    /// these elements of up's B, and returns those of each expert. `gate_up` has its A first, or, `reversed`, what it gives.
+    /// Writes the factors of PEFT's `target_parameters`, whose experts lie between each other in one of two tensors,
+    /// with `NaN` in these elements of up's B, and returns those of each expert. `gate_up` has its A first, or,
+    /// `reversed`, what it gives.
     fn write_parameters(dir: &Path, is_reversed: bool, nans: &[[usize; 3]]) -> Tensors {
         let [hidden, inner] = WIDTHS;
         let value = |seed: usize, at: usize| ((at * 31 + seed * 7) % 1009) as f32 / 64.0 - 7.0;
@@ -527,7 +531,8 @@ mod tests {
         spec
     }
 
-    /// Factors that lie between each other are written together, whatever the number of threads and the parts, as each is alone.
+    /// Factors that lie between each other are written together, whatever the number of threads and the parts, as each
+    /// is alone.
     #[test]
     fn factors_between_each_other_are_written_as_those_of_each_expert() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Factors of experts: reads every format listed at [`adapter`](super), splits them by expert and module, and places them in an
-//! image.
+//! Factors of experts: reads every format listed at [`adapter`](super), splits them by expert and module, and places
+//! them in an image.
 //!
 //! Invariant: each module of each expert has at most one pair of factors, and their shapes match the model.
 

@@ -10,7 +10,8 @@ use crate::adapter::error::AdapterError;
 impl<'a> Layer<'a, '_> {
     /// Determines which parameters the factors belong to, and adds them.
     ///
-    /// All have the same orientation. Their shapes identify the parameters; if up and down have equal shapes, their order does.
+    /// All have the same orientation. Their shapes identify the parameters; if up and down have equal shapes, their
+    /// order does.
     pub(super) fn add_parameters(&mut self, orientation: Option<Orientation>) -> Result<(), AdapterError> {
         let orientations: &[Orientation] =
             match (orientation, self.site.stored().transposed, self.config.swaps_features) {

@@ -17,9 +17,9 @@ use crate::{
 };
 
 impl<'a> Layer<'a, '_> {
-    /// Places this rank's part of the factors in the image: the projection before the activation, then the one after it. Each has
-    /// the shared factors first, then those of each expert; A before B, slice by slice. If gate and up have the same A for every
-    /// expert, it is stored once.
+    /// Places this rank's part of the factors in the image: the projection before the activation, then the one after
+    /// it. Each has the shared factors first, then those of each expert; A before B, slice by slice. If gate and up
+    /// have the same A for every expert, it is stored once.
     pub(in crate::adapter) fn place(
         mut self,
         orientation: Option<Orientation>,
@@ -36,7 +36,8 @@ impl<'a> Layer<'a, '_> {
         Ok(())
     }
 
-    /// Whether empty factors stand for a module that ungated experts lack. The up projection may then go by the gate's name.
+    /// Whether empty factors stand for a module that ungated experts lack. The up projection may then go by the gate's
+    /// name.
     fn is_placeholder(&self, at: &InExperts) -> bool {
         let (Item::Module(name) | Item::Fms(name)) = at.item else { return false };
         match Part::named(name, self.site) {
@@ -93,8 +94,8 @@ impl<'a> Layer<'a, '_> {
         Ok(())
     }
 
-    /// The factors that all experts with this module share, if there are several such experts. Equal on every rank that holds one
-    /// of them.
+    /// The factors that all experts with this module share, if there are several such experts. Equal on every rank that
+    /// holds one of them.
     fn shared(&self, module: ExpertModule, is_here: bool) -> Result<Shared<'a>, AdapterError> {
         let mut pairs = self.of(module).map(|(_, pair)| pair).peekable();
         let Some(first) = pairs.next().filter(|_| is_here && pairs.peek().is_some()) else {

@@ -7,8 +7,8 @@ use crate::adapter::{
 
 /// Orientation of PEFT's factors of a parameter that holds all experts.
 ///
-/// PEFT treats a parameter `[experts, m, n]` as mapping m to n features or, since 0.19 and unless the module says that it is
-/// transposed, n to m. The model may use it the other way.
+/// PEFT treats a parameter `[experts, m, n]` as mapping m to n features or, since 0.19 and unless the module says that
+/// it is transposed, n to m. The model may use it the other way.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Orientation {
     /// A takes the expert's input features, and the delta is `B A`, as for other modules.

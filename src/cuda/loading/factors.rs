@@ -38,19 +38,22 @@ pub struct Factors<'a, T> {
 }
 
 impl WeightTable {
-    /// Packs factors in device memory into a slot and replaces the previous adapter, as [`load`](Self::load) does with an adapter in
-    /// host memory. The factors are row-major, `bf16`, `f16` or `f32`, and converted to the table's element type by rounding to nearest,
-    /// ties to even. The bytes in the slot are those that `load` writes for the same factors. Modules that are not given are not adapted.
+    /// Packs factors in device memory into a slot and replaces the previous adapter, as [`load`](Self::load) does with
+    /// an adapter in host memory. The factors are row-major, `bf16`, `f16` or `f32`, and converted to the table's
+    /// element type by rounding to nearest, ties to even. The bytes in the slot are those that `load` writes for the
+    /// same factors. Modules that are not given are not adapted.
     ///
-    /// Shapes are those of this rank: of its input features in row-parallel layers, of its outputs, with padding, in column-parallel ones.
+    /// Shapes are those of this rank: of its input features in row-parallel layers, of its outputs, with padding, in
+    /// column-parallel ones.
     ///
-    /// The packing waits on the device for the work that the queue's stream has now. Blocks this thread until it has run, after which the
-    /// factors may change. Other threads may step meanwhile.
+    /// The packing waits on the device for the work that the queue's stream has now. Blocks this thread until it has
+    /// run, after which the factors may change. Other threads may step meanwhile.
     ///
     /// # Errors
-    /// [`LoadError::Factors`] if a module's layer belongs to another model, is fully sharded or is no linear layer of the table, the slice
-    /// does not exist or is given twice, or a factor or the scaling is not as described, belongs to another context, or has an element
-    /// without a finite value in the table's element type. Otherwise as for [`load`](Self::load). The slot is then unchanged.
+    /// [`LoadError::Factors`] if a module's layer belongs to another model, is fully sharded or is no linear layer of
+    /// the table, the slice does not exist or is given twice, or a factor or the scaling is not as described, belongs
+    /// to another context, or has an element without a finite value in the table's element type. Otherwise as for
+    /// [`load`](Self::load). The slot is then unchanged.
     pub fn load_factors<'a, T: Element>(
         &self,
         slot: usize,
@@ -79,12 +82,14 @@ impl WeightTable {
                 b: b.at(*b_at),
             })
             .collect();
-        // SAFETY: the matrices are within their memory, which belongs to this context and is borrowed until the packing has run. The
-        // queue's stream waits for its earlier uses: for buffers because they belong to it, for cudarc's memory by its events.
+        // SAFETY: the matrices are within their memory, which belongs to this context and is borrowed until the packing
+        // has run. The queue's stream waits for its earlier uses: for buffers because they belong to it, for cudarc's
+        // memory by its events.
         unsafe { self.load_factors_raw(slot, &raw) }
     }
 
-    /// [`load_factors`](Self::load_factors) on memory that the engine owns. All factors of a call have one element type.
+    /// [`load_factors`](Self::load_factors) on memory that the engine owns. All factors of a call have one element
+    /// type.
     ///
     /// # Errors
     /// As for `load_factors`, and [`OperandError::DType`] if the element types differ.
@@ -230,8 +235,8 @@ impl<'a> Packing<'a> {
     /// Packs into a block, and waits. `not_finite` is the address of four bytes.
     ///
     /// # Safety
-    /// As for [`load_factors_raw`](WeightTable::load_factors_raw), on the staging's stream. The block has [`bytes`](Self::bytes) bytes, and
-    /// nothing else uses it or `not_finite`.
+    /// As for [`load_factors_raw`](WeightTable::load_factors_raw), on the staging's stream. The block has
+    /// [`bytes`](Self::bytes) bytes, and nothing else uses it or `not_finite`.
     unsafe fn pack(&self, staging: &Staging, block: u64, not_finite: u64) -> Result<(), LoadError> {
         let mut lowest = [u32::MAX];
         // SAFETY: the caller's obligations. `lowest` lives until the stream has run.
@@ -271,7 +276,8 @@ impl<'a> Packing<'a> {
                 not_finite: not_finite as *mut u32,
                 factors,
             };
-            // SAFETY: the factors have been checked against the model, and their places are in the block; the caller vouches for the rest.
+            // SAFETY: the factors have been checked against the model, and their places are in the block; the caller
+            // vouches for the rest.
             check(unsafe { ffi::aril_pack(&raw const args, stream.as_raw()) })?;
         }
         // SAFETY: the address is of four bytes; the caller vouches for `lowest`.

@@ -20,8 +20,9 @@ use crate::{
 const BUFFER_BYTES: usize = 8 << 20;
 const _: () = assert!(BUFFER_BYTES >= MIN_STAGING_BYTES);
 
-/// Copies adapters to the device on a stream that it owns, through two page-locked buffers of 8 MiB: one is filled while the other is
-/// copied. Use one per loader thread, for all its loads: making or dropping one holds up the driver's calls of all threads for milliseconds.
+/// Copies adapters to the device on a stream that it owns, through two page-locked buffers of 8 MiB: one is filled
+/// while the other is copied. Use one per loader thread, for all its loads: making or dropping one holds up the
+/// driver's calls of all threads for milliseconds.
 #[derive(Debug)]
 pub struct Staging {
     // Declared before the stream: dropping them waits for their copies.
@@ -66,12 +67,12 @@ impl Staging {
         Copies::begin(&self.stream, end)
     }
 
-    /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this thread while
-    /// both buffers are being copied.
+    /// Writes an image piece by piece and enqueues the copies, so that the host never holds all of it. Blocks this
+    /// thread while both buffers are being copied.
     ///
     /// # Safety
-    /// `to` is the address of [`SlotImage::bytes`] bytes of device memory in the staging's context. They stay mapped until the
-    /// copies have run, and other work uses them only if it is ordered against the staging's stream.
+    /// `to` is the address of [`SlotImage::bytes`] bytes of device memory in the staging's context. They stay mapped
+    /// until the copies have run, and other work uses them only if it is ordered against the staging's stream.
     pub(super) unsafe fn copy_image(
         &mut self,
         to: u64,
@@ -121,15 +122,15 @@ impl Staging {
     }
 }
 
-/// Stagings for the loads of a table. Each load has one to itself, and no lock while it packs: packing threads may take up another load,
-/// and `progress` may load, too.
+/// Stagings for the loads of a table. Each load has one to itself, and no lock while it packs: packing threads may take
+/// up another load, and `progress` may load, too.
 #[derive(Debug, Default)]
 pub(super) struct Stagings {
     idle: Mutex<Vec<Staging>>,
 }
 
-/// The most idle stagings: while the copies of one load run, another one packs. With more loads at a time, the copies share one link, and
-/// a staging has 16 MiB of page-locked memory.
+/// The most idle stagings: while the copies of one load run, another one packs. With more loads at a time, the copies
+/// share one link, and a staging has 16 MiB of page-locked memory.
 const MAX_IDLE: usize = 2;
 
 impl Stagings {

@@ -26,11 +26,12 @@ use crate::{
     slots::{Bounds, Contents, SlotInfo, Slots, Usage},
 };
 
-/// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into it. Clones
-/// refer to the same table.
+/// Adapters in device memory, one per slot: an arena of blocks of exact size, and the descriptor table that points into
+/// it. Clones refer to the same table.
 ///
-/// One thread may step while others reserve, fill and commit. A slot changes in stream order: work enqueued before a commit sees
-/// the previous adapter, work enqueued after it the new one. The table's address never changes, so graphs follow the current slots.
+/// One thread may step while others reserve, fill and commit. A slot changes in stream order: work enqueued before a
+/// commit sees the previous adapter, work enqueued after it the new one. The table's address never changes, so graphs
+/// follow the current slots.
 #[derive(Clone)]
 #[doc(alias = "max_loras")]
 #[doc(alias = "lora_a_stacked")]
@@ -96,8 +97,8 @@ impl<'a> Loaded<'a> {
         Arc::ptr_eq(&self.weights.shared, &weights.shared)
     }
 
-    /// Rejects a batch of which an adapter is in its slot no longer. Work enqueued before a call that returns `Ok` was enqueued before
-    /// the adapters change.
+    /// Rejects a batch of which an adapter is in its slot no longer. Work enqueued before a call that returns `Ok` was
+    /// enqueued before the adapters change.
     pub(in crate::cuda) fn check(&self) -> Result<(), OperandError> {
         let &Self { weights, slots, changes } = self;
         if weights.shared.slots.changes() == changes { Ok(()) } else { weights.check_loaded(slots) }
@@ -112,13 +113,13 @@ impl WeightTable {
         Ok(Loaded { weights: self, slots, changes })
     }
 
-    /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes` bytes for
-    /// their factors. [`arena_bytes`](Self::arena_bytes) computes the size from adapters, and [`arena_bytes_for`](Self::arena_bytes_for) from
-    /// the bounds.
+    /// A table of `capacity.num_slots` empty slots for adapters of `model` in `dtype`, with an arena of `arena_bytes`
+    /// bytes for their factors. [`arena_bytes`](Self::arena_bytes) computes the size from adapters, and
+    /// [`arena_bytes_for`](Self::arena_bytes_for) from the bounds.
     ///
     /// # Errors
-    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory or page-locked memory, of which [`load`](Self::load)
-    /// needs 16 MiB, is exhausted.
+    /// [`LaunchError`] if a bound of the capacity is invalid, or device memory or page-locked memory, of which
+    /// [`load`](Self::load) needs 16 MiB, is exhausted.
     pub fn new(
         queue: &Queue,
         model: &Model,
@@ -130,7 +131,8 @@ impl WeightTable {
         Self::with(queue, bounds, Arc::new(Arena::new(queue, arena_bytes)?), false)
     }
 
-    /// A table with its factors in an arena that a pool shares among tables, and that may belong to another queue of the same context.
+    /// A table with its factors in an arena that a pool shares among tables, and that may belong to another queue of
+    /// the same context.
     pub(in crate::cuda) fn sharing(queue: &Queue, bounds: Bounds, arena: Arc<Arena>) -> Result<Self, LaunchError> {
         Self::with(queue, bounds, arena, true)
     }
@@ -150,18 +152,19 @@ impl WeightTable {
     /// It is more than the sum of [`SlotImage::bytes`]: sizes are rounded up to 256 bytes, and a load also needs
     /// [`num_entries`](Model::num_entries) [`Descriptor`]s.
     ///
-    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at once. That is enough for
-    /// adapters of one size. Where sizes differ, a replaced adapter may leave a gap that is too small for the next one: count the largest
-    /// one three times for one slot that is replaced again and again; for several slots no number is always enough, and a load that finds no
-    /// gap is refused ([`LoadError::Full`]).
+    /// To replace adapters while all others stay loaded, count the largest one twice, because old and new exist at
+    /// once. That is enough for adapters of one size. Where sizes differ, a replaced adapter may leave a gap that is
+    /// too small for the next one: count the largest one three times for one slot that is replaced again and again; for
+    /// several slots no number is always enough, and a load that finds no gap is refused ([`LoadError::Full`]).
     pub fn arena_bytes<'a>(images: impl IntoIterator<Item = &'a SlotImage<'a>>) -> usize {
         let sizes = images.into_iter().map(|image| (image.bytes(), row_bytes(image.num_entries())));
         let (blocks, rows): (Vec<_>, Vec<_>) = sizes.unzip();
         blocks::bytes_for(blocks, rows.into_iter().max().unwrap_or(0))
     }
 
-    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they have factors for
-    /// all modules of the model, and one more, which replaces another. Needs neither adapters nor a device.
+    /// Size of an arena in bytes in which adapters of ranks up to `capacity.max_rank` fit into all slots, even if they
+    /// have factors for all modules of the model, and one more, which replaces another. Needs neither adapters nor a
+    /// device.
     ///
     /// Blocks have the exact size of their adapters, so that an engine whose adapters are smaller may give less. What
     /// [`arena_bytes`](Self::arena_bytes) says of replacements holds here, too.
@@ -171,15 +174,16 @@ impl WeightTable {
         blocks::bytes_for_equal(image, count, row_bytes(model.num_entries()))
     }
 
-    /// Loads an adapter into the slot with this index and replaces the previous one: [`reserve`](Self::reserve), [`fill`](Reservation::fill) and
-    /// [`commit`](Self::commit), with a [`Staging`] of the table. The arena must have room for both. Returns the slot, as batches name it.
+    /// Loads an adapter into the slot with this index and replaces the previous one: [`reserve`](Self::reserve),
+    /// [`fill`](Reservation::fill) and [`commit`](Self::commit), with a [`Staging`] of the table. The arena must have
+    /// room for both. Returns the slot, as batches name it.
     ///
-    /// Weights are converted on rayon's threads. Blocks this thread until the copies have finished; other threads may step
-    /// meanwhile.
+    /// Weights are converted on rayon's threads. Blocks this thread until the copies have finished; other threads may
+    /// step meanwhile.
     ///
     /// # Errors
-    /// [`LoadError`] if the image does not match the table, the arena is full, a weight has no finite value in the table's element
-    /// type, or the stream is being captured. The slot is then unchanged.
+    /// [`LoadError`] if the image does not match the table, the arena is full, a weight has no finite value in the
+    /// table's element type, or the stream is being captured. The slot is then unchanged.
     pub fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
         self.load_with_progress(slot, image, |_| ())
     }
@@ -229,7 +233,8 @@ impl WeightTable {
         Ok(filled)
     }
 
-    /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being captured.
+    /// Reserves room for an adapter. Enqueues nothing, so that it may be called while the queue's stream is being
+    /// captured.
     ///
     /// # Errors
     /// [`LoadError`] if the image does not match the table or the arena is full.
@@ -246,12 +251,12 @@ impl WeightTable {
         Ok(Reservation { room: Room::new(arena, blocks), bounds: bounds.clone(), image_bytes, adapter, waits })
     }
 
-    /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the device for
-    /// the adapter's copies. The host neither copies nor waits.
+    /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the
+    /// device for the adapter's copies. The host neither copies nor waits.
     ///
     /// # Errors
-    /// [`LoadError`] if the slot does not exist, the room was reserved in another table, the table belongs to a pool, or the stream is
-    /// being captured. The slot is then unchanged.
+    /// [`LoadError`] if the slot does not exist, the room was reserved in another table, the table belongs to a pool,
+    /// or the stream is being captured. The slot is then unchanged.
     pub fn commit(&self, slot: usize, filled: Filled) -> Result<Slot, LoadError> {
         let Filled { reservation: Reservation { room, .. }, max_rank } = filled;
         if !Arc::ptr_eq(&self.shared.arena, room.arena()) {
@@ -278,8 +283,8 @@ impl WeightTable {
         Ok(slot)
     }
 
-    /// Empties a slot in stream order. Operations refuse a batch that names its adapter from now on; in device memory, the slot is of the
-    /// base model in work enqueued after it.
+    /// Empties a slot in stream order. Operations refuse a batch that names its adapter from now on; in device memory,
+    /// the slot is of the base model in work enqueued after it.
     ///
     /// # Errors
     /// [`LoadError`] if the slot does not exist, the table belongs to a pool, or the stream is being captured.
@@ -301,8 +306,8 @@ impl WeightTable {
         Ok(())
     }
 
-    /// Enqueues a change of a slot's row, which is all that `change` enqueues, and returns the event behind it. Once the change is
-    /// enqueued, no error is returned: if the driver refuses the event, the change has run.
+    /// Enqueues a change of a slot's row, which is all that `change` enqueues, and returns the event behind it. Once
+    /// the change is enqueued, no error is returned: if the driver refuses the event, the change has run.
     fn change_row(
         &self,
         blocks: &mut Contents<Option<Block>>,
@@ -324,7 +329,8 @@ impl WeightTable {
         slots.changing(&mut blocks, slot, || {
             queue.stream().wait(&content.copied)?;
             let row = self.shared.row(slot);
-            // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step of the stream.
+            // SAFETY: the block ends with a row of this table's length, and is not overwritten before the end of a step
+            // of the stream.
             unsafe { result::memcpy_dtod_async(row.ptr, content.row, row.bytes, queue.stream().cu_stream()) }?;
             Ok::<_, LaunchError>(())
         })?;
@@ -353,9 +359,9 @@ impl WeightTable {
         let _ = slots.take(&mut slots.lock(), slot);
     }
 
-    /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The operations of a step check the slots
-    /// of its batch by themselves; with slots in device memory, an engine checks those that it meant after the operations: if that passes,
-    /// every operation was enqueued before any of these slots changed.
+    /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The operations of
+    /// a step check the slots of its batch by themselves; with slots in device memory, an engine checks those that it
+    /// meant after the operations: if that passes, every operation was enqueued before any of these slots changed.
     ///
     /// # Errors
     /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
@@ -400,8 +406,8 @@ impl WeightTable {
     /// Workspace for any layer of the model. Fully sharded layers need none.
     ///
     /// # Errors
-    /// [`PlanError`] if the kernels do not support a layer. Experts without [`Experts::top_k`](crate::model::Experts::top_k) are
-    /// ignored.
+    /// [`PlanError`] if the kernels do not support a layer. Experts without
+    /// [`Experts::top_k`](crate::model::Experts::top_k) are ignored.
     pub fn workspace_bytes(&self) -> Result<WorkspaceBytes, PlanError> {
         let Bounds { model, dtype, capacity, .. } = &self.shared.bounds;
         let linears = model.linears().iter().filter(|site| site.exchange().is_none()).map(|site| {

@@ -44,12 +44,12 @@ impl Reservation {
         self.image_bytes
     }
 
-    /// Converts the adapter's weights and enqueues their copies on the staging's stream, also while the queue's stream is being captured.
-    /// Blocks this thread while both staging buffers are being copied.
+    /// Converts the adapter's weights and enqueues their copies on the staging's stream, also while the queue's stream
+    /// is being captured. Blocks this thread while both staging buffers are being copied.
     ///
     /// # Errors
-    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not that of the adapter that the room was
-    /// reserved for, or the staging belongs to another context.
+    /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not that of the adapter
+    /// that the room was reserved for, or the staging belongs to another context.
     pub fn fill(self, image: &SlotImage<'_>, staging: &mut Staging) -> Result<Filled, LoadError> {
         self.fill_with_progress(image, staging, |_| ())
     }
@@ -78,9 +78,9 @@ impl Reservation {
         )
     }
 
-    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has the address of the
-    /// block, which has the size of the image, and which nothing else uses until the copies have run. It has the address of the
-    /// descriptors, too, for scratch memory: they are copied after it.
+    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has
+    /// the address of the block, which has the size of the image, and which nothing else uses until the copies have
+    /// run. It has the address of the descriptors, too, for scratch memory: they are copied after it.
     pub(super) fn fill_by(
         mut self,
         max_rank: usize,
@@ -97,11 +97,12 @@ impl Reservation {
         }
         let [block, row_at] = self.room.blocks().each_ref().map(|block| arena.address(block));
         let descriptors = row(block)?;
-        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the user's code.
+        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the
+        // user's code.
         self.room.write(staging.begin(queue.new_event()?));
         copy(staging, block, row_at)?;
-        // SAFETY: the room of the descriptors belongs to this reservation and has their size. The staging's stream waits for its earlier
-        // uses, and later uses wait for the end of the copies.
+        // SAFETY: the room of the descriptors belongs to this reservation and has their size. The staging's stream
+        // waits for its earlier uses, and later uses wait for the end of the copies.
         unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) }?;
         self.room.end()?;
         Ok(Filled { reservation: self, max_rank })

@@ -66,8 +66,8 @@ impl<T> Buffer<T> {
         &self.memory
     }
 
-    /// Cuts the elements from `mid` on off, into a buffer of their own. Both are in the memory of the one, which is freed when neither is
-    /// left.
+    /// Cuts the elements from `mid` on off, into a buffer of their own. Both are in the memory of the one, which is
+    /// freed when neither is left.
     ///
     /// # Panics
     /// If `mid` is out of bounds.
@@ -83,8 +83,8 @@ impl<T: DeviceRepr> Buffer<T> {
     /// A buffer that owns `slice`, which must have been allocated on the queue's stream.
     ///
     /// # Errors
-    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on another stream, or
-    /// [`LaunchError::Capturing`].
+    /// [`LaunchError::WrongContext`] or [`LaunchError::WrongStream`] if it was allocated in another context or on
+    /// another stream, or [`LaunchError::Capturing`].
     pub fn from_slice(queue: &Queue, slice: CudaSlice<T>) -> Result<Self, LaunchError> {
         queue.prepare()?;
         Ok(Self::of(Region::from_slice(queue, slice)?))
@@ -120,20 +120,22 @@ impl<T: DeviceRepr> Buffer<T> {
         Ok(queue.stream().synchronize()?)
     }
 
-    /// Enqueues a copy of the first `len` pinned elements to the start of the buffer. Never waits. The pinned elements must not
-    /// change until the copy has finished; [`PinnedBuffer::elements`] waits for it.
+    /// Enqueues a copy of the first `len` pinned elements to the start of the buffer. Never waits. The pinned elements
+    /// must not change until the copy has finished; [`PinnedBuffer::elements`] waits for it.
     ///
     /// # Errors
-    /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being captured.
+    /// [`LaunchError`] if either has fewer than `len` elements, they belong to different queues, or the stream is being
+    /// captured.
     pub fn enqueue_write(&mut self, from: &mut PinnedBuffer<T>, len: usize) -> Result<(), LaunchError> {
         let queue = self.check_copy(from, len)?;
         queue.prepare()?;
-        // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current context.
+        // SAFETY: the buffer is large enough, and the stream orders its uses. The stream belongs to the current
+        // context.
         unsafe { from.memory.copy_to(self.device_ptr(), len * size_of::<T>(), queue.raw()) }
     }
 
-    /// Enqueues a copy of the first `len` elements to the start of the pinned ones. Never waits; [`PinnedBuffer::elements`] waits
-    /// for the copy.
+    /// Enqueues a copy of the first `len` elements to the start of the pinned ones. Never waits;
+    /// [`PinnedBuffer::elements`] waits for the copy.
     ///
     /// # Errors
     /// As for [`enqueue_write`](Self::enqueue_write).
@@ -204,8 +206,8 @@ impl<T> PinnedBuffer<T> {
     pub fn elements(&mut self) -> Result<&mut [T], LaunchError> {
         self.queue.bind()?;
         let bytes = self.memory.wait_bytes()?;
-        // SAFETY: the memory holds `len` elements, zeroed (which is valid) or copied from elements. Page-locked memory is page-aligned.
-        // The slice borrows the bytes.
+        // SAFETY: the memory holds `len` elements, zeroed (which is valid) or copied from elements. Page-locked memory
+        // is page-aligned. The slice borrows the bytes.
         Ok(unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), self.len) })
     }
 }
@@ -217,7 +219,8 @@ fn check_len(len: usize, max: usize) -> Result<(), LaunchError> {
 /// Memory that a captured graph keeps alive.
 pub(in crate::cuda) type Kept = Arc<dyn Any + Send + Sync>;
 
-/// Device memory used on one stream, whose order is the only synchronisation. It may be dropped while the stream is being captured.
+/// Device memory used on one stream, whose order is the only synchronisation. It may be dropped while the stream is
+/// being captured.
 #[derive(Debug)]
 pub(in crate::cuda) struct Region<T = u8> {
     queue: Queue,
@@ -247,8 +250,8 @@ impl<T> Region<T> {
         queue.check_stream("the slice", elements.stream())?;
         let (stream, len, bytes) = (Arc::clone(elements.stream()), elements.len(), elements.num_bytes());
         let _relaxed = Relaxed::new();
-        // SAFETY: the slice gives up its memory. Its stream, which is the queue's, orders aril's uses of it behind its own, and behind what
-        // cudarc's events have of other streams. Any byte is a valid `u8`.
+        // SAFETY: the slice gives up its memory. Its stream, which is the queue's, orders aril's uses of it behind its
+        // own, and behind what cudarc's events have of other streams. Any byte is a valid `u8`.
         let bytes = unsafe { stream.upgrade_device_ptr(elements.leak(), bytes) };
         Ok(Self::of(queue, bytes, len))
     }

@@ -1,4 +1,5 @@
-//! Memory on the device and page-locked memory of the host: buffers, and the typed views and matrices in them that operations take.
+//! Memory on the device and page-locked memory of the host: buffers, and the typed views and matrices in them that
+//! operations take.
 
 mod buffer;
 mod pinned;

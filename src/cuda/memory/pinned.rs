@@ -17,8 +17,8 @@ use crate::{
     sizes::MAX_BYTES,
 };
 
-/// Page-locked host memory, and the event of its last use by the device. It may be made, used and dropped while streams are captured,
-/// unless the use is on one of them. Any thread may drop it.
+/// Page-locked host memory, and the event of its last use by the device. It may be made, used and dropped while streams
+/// are captured, unless the use is on one of them. Any thread may drop it.
 #[derive(Debug)]
 pub(in crate::cuda) struct Pinned {
     /// Of the memory and the event.
@@ -101,8 +101,8 @@ impl Pinned {
     /// Enqueues a copy of the first `len` bytes.
     ///
     /// # Safety
-    /// `to` is the address of `len` bytes of device memory that stay mapped until the copy has run and that other work uses only in
-    /// stream order. The stream belongs to the thread's current context.
+    /// `to` is the address of `len` bytes of device memory that stay mapped until the copy has run and that other work
+    /// uses only in stream order. The stream belongs to the thread's current context.
     pub(in crate::cuda) unsafe fn copy_to(&mut self, to: u64, len: usize, stream: Stream) -> Result<(), LaunchError> {
         let stream = stream.as_raw().cast();
         // SAFETY: initialized, and at least this long.
@@ -152,8 +152,8 @@ impl CopyStream for Using {
 impl Drop for Pinned {
     /// Waits for the last use.
     fn drop(&mut self) {
-        // The thread may have no context, or another one. On an error the context is gone, and with it the copy and the memory.
-        // SAFETY: the context was current when the memory was allocated. One that is gone is an error.
+        // The thread may have no context, or another one. On an error the context is gone, and with it the copy and the
+        // memory. SAFETY: the context was current when the memory was allocated. One that is gone is an error.
         if unsafe { sys::cuCtxPushCurrent_v2(self.context) }.result().is_err() {
             return;
         }
@@ -223,7 +223,8 @@ impl HostPart {
         self.wait();
         // SAFETY: the part is in the allocation.
         let start = unsafe { self.arena.ptr.add(self.range.start) };
-        // SAFETY: the memory is initialized and lives as long as the arena. No other part overlaps this one, and no copy reads it.
+        // SAFETY: the memory is initialized and lives as long as the arena. No other part overlaps this one, and no
+        // copy reads it.
         unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
     }
 
@@ -235,8 +236,8 @@ impl HostPart {
     /// Enqueues a copy of the first `len` bytes to the device, as the last of these copies. Returns their end.
     ///
     /// # Safety
-    /// `to` is the address of as many bytes of device memory, which other work uses only if it is ordered against the stream. The stream
-    /// belongs to the thread's current context.
+    /// `to` is the address of as many bytes of device memory, which other work uses only if it is ordered against the
+    /// stream. The stream belongs to the thread's current context.
     pub(in crate::cuda) unsafe fn copy_to(
         &mut self,
         len: usize,

@@ -24,7 +24,8 @@ use crate::{
 #[derive(Debug)]
 pub struct View<'a, T>(Source<'a, T, CudaView<'a, T>>);
 
-/// An input and output in device memory: a cudarc slice or view that was allocated on the queue's stream, or a [`Buffer`].
+/// An input and output in device memory: a cudarc slice or view that was allocated on the queue's stream, or a
+/// [`Buffer`].
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(Source<'a, T, CudaViewMut<'a, T>>);
 
@@ -79,7 +80,8 @@ impl<T> Buffer<T> {
         ViewMut(Source::Kept(self.elements(range), PhantomData))
     }
 
-    /// The elements before `mid` and those from `mid` on, such as the input and the output of an operation in one buffer.
+    /// The elements before `mid` and those from `mid` on, such as the input and the output of an operation in one
+    /// buffer.
     ///
     /// ```no_run
     /// # use aril::cuda::*;
@@ -124,7 +126,8 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
     }
 }
 
-/// A shared buffer, which nobody can write to. What has the view, or a [part](View::slice) of it, needs no borrow of the buffer.
+/// A shared buffer, which nobody can write to. What has the view, or a [part](View::slice) of it, needs no borrow of
+/// the buffer.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -226,9 +229,10 @@ pub(in crate::cuda) trait Memory {
     /// The memory that a captured step must keep alive.
     fn kept(&self) -> Option<Kept>;
 
-    /// The address, for use on the queue's stream. Of cudarc's memory, that stream waits for what cudarc's events have of other streams,
-    /// and later uses by cudarc wait for this one if the guard is dropped after the launch is enqueued. Such an event may be one of a
-    /// capture of another stream, of which the wait makes the queue's stream a part: then this is refused.
+    /// The address, for use on the queue's stream. Of cudarc's memory, that stream waits for what cudarc's events have
+    /// of other streams, and later uses by cudarc wait for this one if the guard is dropped after the launch is
+    /// enqueued. Such an event may be one of a capture of another stream, of which the wait makes the queue's stream a
+    /// part: then this is refused.
     fn on<'s>(&'s mut self, queue: &'s Queue) -> Result<Placed<'s>, LaunchError>;
 }
 
@@ -297,8 +301,8 @@ impl Queue {
     /// Enqueues a copy of `from` to the start of `to`. Never waits.
     ///
     /// # Errors
-    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or stream, or the engine captures the
-    /// stream.
+    /// [`LaunchError`] if `to` is shorter than `from`, an operand belongs to another context or stream, or the engine
+    /// captures the stream.
     pub fn copy<'a, T: DeviceRepr + Send + Sync + 'static>(
         &self,
         from: impl Into<View<'a, T>>,
@@ -312,8 +316,8 @@ impl Queue {
         let bytes = from.len() * size_of::<T>();
         let (source, _source_guard) = from.on(self)?;
         let (target, _target_guard) = to.on(self)?;
-        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both belong to this stream,
-        // in whose order they are used and freed.
+        // SAFETY: both have this many bytes. They do not overlap, because the target is borrowed exclusively. Both
+        // belong to this stream, in whose order they are used and freed.
         Ok(unsafe { result::memcpy_dtod_async(target, source, bytes, self.stream().cu_stream()) }?)
     }
 }

@@ -33,9 +33,10 @@ use crate::{
 
 /// An [`AdapterPool`](pool::AdapterPool) on a GPU.
 ///
-/// Adapters are packed in page-locked host memory, and copied on a stream of the pool's own. Every compute queue has its own
-/// [table](Self::weights) of descriptors over one arena: the first lease of an adapter on a queue points the slot of that table
-/// to the adapter, in stream order. Table addresses never change, so graphs follow the current slots.
+/// Adapters are packed in page-locked host memory, and copied on a stream of the pool's own. Every compute queue has
+/// its own [table](Self::weights) of descriptors over one arena: the first lease of an adapter on a queue points the
+/// slot of that table to the adapter, in stream order. Table addresses never change, so graphs follow the current
+/// slots.
 ///
 /// A lease that has to enqueue work on a stream that is being captured is refused with
 /// [`LaunchError::Capturing`]. While any stream is, no adapter is evicted. Dropping a pool waits for its copies.
@@ -64,8 +65,8 @@ pub struct Tiers {
 /// Address of a block whose place is not known yet.
 const NOWHERE: u64 = 1 << 20;
 
-/// Bytes of a part of an adapter that is copied while others are packed. Smaller ones take more calls of the driver, and of larger ones
-/// more are left when the last factor is packed.
+/// Bytes of a part of an adapter that is copied while others are packed. Smaller ones take more calls of the driver,
+/// and of larger ones more are left when the last factor is packed.
 const PART_BYTES: usize = 1 << 20;
 
 /// A compute stream.
@@ -104,8 +105,8 @@ struct Packer {
 }
 
 impl AdapterPool {
-    /// A pool for adapters of `model` in `dtype`, with `capacity.num_slots` slots and an arena in device memory. `queue` is its
-    /// [first stream](StreamId::FIRST).
+    /// A pool for adapters of `model` in `dtype`, with `capacity.num_slots` slots and an arena in device memory.
+    /// `queue` is its [first stream](StreamId::FIRST).
     ///
     /// # Errors
     /// [`PoolError`] if a bound is invalid, device or page-locked memory is exhausted, or the stream is being captured.
@@ -120,8 +121,8 @@ impl AdapterPool {
         Self::with(Tiers::new(queue, bounds, config)?, capacity.num_slots, config)
     }
 
-    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for all
-    /// modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
+    /// Size of an arena in bytes in which `count` adapters of ranks up to `max_rank` fit, even if they have factors for
+    /// all modules of the model: for [`PoolConfig::arena_bytes`], or for the host tier.
     pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
         arena_bytes(model, dtype, max_rank, count, row_bytes(model.num_entries()))
     }
@@ -129,7 +130,8 @@ impl AdapterPool {
     /// Adds a compute stream with a table of its own.
     ///
     /// # Errors
-    /// [`PoolError::Device`] if the queue belongs to another context, its stream is being captured, or device memory is exhausted.
+    /// [`PoolError::Device`] if the queue belongs to another context, its stream is being captured, or device memory is
+    /// exhausted.
     pub fn add_queue(&mut self, queue: &Queue) -> Result<StreamId, PoolError> {
         self.backend.add_lane(queue)?;
         Ok(self.new_stream())
@@ -168,7 +170,8 @@ impl Tiers {
         Ok(())
     }
 
-    /// Empties the rows of adapters that were evicted, and makes later copies wait for all launches that may have read them.
+    /// Empties the rows of adapters that were evicted, and makes later copies wait for all launches that may have read
+    /// them.
     fn clear_rows(&mut self) -> Result<(), LaunchError> {
         for Lane { weights, stale, .. } in self.lanes.iter_mut().filter(|lane| !lane.stale.is_empty()) {
             self.stream.wait_for(&weights.clear(stale)?)?;
@@ -207,8 +210,8 @@ impl Tiers {
 }
 
 impl Packer {
-    /// Packs an image to its place in the host tier. If it fails, or what it returns is dropped before it is [sealed](Packed::seal), no part
-    /// of the copy is on its way any more.
+    /// Packs an image to its place in the host tier. If it fails, or what it returns is dropped before it is
+    /// [sealed](Packed::seal), no part of the copy is on its way any more.
     fn pack(mut self, image: &SlotImage<'_>) -> Result<Packed, LoadError> {
         let (bytes, row) = (image.bytes(), Descriptor::row(image, NOWHERE));
         let (block, end) = (self.part.bytes(), block_end(bytes, &row));
@@ -218,8 +221,8 @@ impl Packer {
         match self.unsealed.parts() {
             None => image.write_to(place)?,
             Some(parts) => {
-                // SAFETY: nothing writes to the bytes before the read has ended. It ends after the copy, for whose end the part is kept, or is
-                // sealed, when the part knows it. `begin` has made the stream wait.
+                // SAFETY: nothing writes to the bytes before the read has ended. It ends after the copy, for whose end
+                // the part is kept, or is sealed, when the part knows it. `begin` has made the stream wait.
                 image.write_in_parts(place, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
                 write_row(&row, of_row, parts.block());
                 // SAFETY: as above.
@@ -245,8 +248,8 @@ impl Packed {
     /// Enqueues the last of some copies, to a block of so many bytes at this address. Returns their end.
     ///
     /// # Safety
-    /// The stream of the copies waits for earlier uses of the block, and later ones wait for the end of the copies. The stream belongs to the
-    /// thread's current context.
+    /// The stream of the copies waits for earlier uses of the block, and later ones wait for the end of the copies. The
+    /// stream belongs to the thread's current context.
     unsafe fn copy_to(
         &mut self,
         block: u64,
@@ -357,8 +360,8 @@ impl Executor for Tiers {
         let block = self.take_block(copy)?;
         let copies = Copies::begin(&self.stream, self.arena.queue().new_event()?);
         let packed = self.tier.packed(copy.id);
-        // SAFETY: `take_block` has made the stream wait and the context current. The pool does not overwrite the block before the copy has
-        // ended, and a slot that points there waits for it.
+        // SAFETY: `take_block` has made the stream wait and the context current. The pool does not overwrite the block
+        // before the copy has ended, and a slot that points there waits for it.
         let copied = unsafe { packed.copy_to(block, copy.to.len(), copies) }?;
         self.has_enqueued(copy, block, copied);
         Ok(())

@@ -15,8 +15,8 @@ use crate::{
     error::OperandError,
 };
 
-/// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the pool may revoke
-/// the copy at any time.
+/// The copy of a block to the device, part by part, while an adapter is packed. Packing threads enqueue the parts; the
+/// pool may revoke the copy at any time.
 #[derive(Debug)]
 pub(super) struct PartCopy {
     /// Of the context.
@@ -58,8 +58,8 @@ impl PartCopy {
     /// Enqueues a part of the block at this offset, unless the copy was revoked.
     ///
     /// # Safety
-    /// The bytes are in page-locked memory, which nothing writes to or frees before the copy has run. The stream waits for earlier uses of the
-    /// block.
+    /// The bytes are in page-locked memory, which nothing writes to or frees before the copy has run. The stream waits
+    /// for earlier uses of the block.
     pub(super) unsafe fn copy(&self, at: usize, bytes: &[u8]) -> Result<(), LaunchError> {
         OperandError::within("the end of a part in its block", at.saturating_add(bytes.len()), self.bytes)?;
         let state = self.lock();
@@ -112,8 +112,8 @@ impl PartCopy {
     }
 }
 
-/// The reading end of a copy. Unless it is sealed, its drop revokes the copy and blocks the thread until the parts have run, so that the
-/// host memory can be used again.
+/// The reading end of a copy. Unless it is sealed, its drop revokes the copy and blocks the thread until the parts have
+/// run, so that the host memory can be used again.
 #[derive(Debug)]
 pub(super) struct Unsealed(pub(super) Option<Arc<PartCopy>>);
 

@@ -37,26 +37,26 @@ pub struct RoutedBatch<'a> {
 }
 
 impl Routing {
-    /// Allocates device memory for batches within `capacity`, and `steps_in_flight` pinned host buffers. The host may run that many
-    /// steps ahead of the device.
+    /// Allocates device memory for batches within `capacity`, and `steps_in_flight` pinned host buffers. The host may
+    /// run that many steps ahead of the device.
     ///
     /// # Errors
     /// [`LaunchError`] if a bound of the capacity is invalid, or memory is exhausted.
     pub fn new(queue: &Queue, capacity: Capacity, steps_in_flight: usize) -> Result<Self, LaunchError> {
         let memory = Arc::new(Region::new(queue, raw::Routing::device_bytes(capacity)?)?);
-        // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs that read it keep
-        // it alive.
+        // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs
+        // that read it keep it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
         Ok(Self { raw, memory, capacity, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
     }
 
-    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits. The step of the batch
-    /// checks that the adapters are in the slots.
+    /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits.
+    /// The step of the batch checks that the adapters are in the slots.
     ///
     /// # Errors
-    /// [`OperandError::Capacity`] if the batch is too large, [`OperandError::NoSuchSlot`] if it names a slot at or above the capacity's.
-    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run; see [`wait`](Self::wait). [`LaunchError::Capturing`]. Nothing was
-    /// enqueued.
+    /// [`OperandError::Capacity`] if the batch is too large, [`OperandError::NoSuchSlot`] if it names a slot at or
+    /// above the capacity's. [`LaunchError::Busy`] if `steps_in_flight` updates have not run; see [`wait`](Self::wait).
+    /// [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update(&mut self, batch: &Batch<'_>) -> Result<RoutedBatch<'_>, LaunchError> {
         batch.check(self.capacity)?;
         let queue = self.memory.queue();
@@ -79,8 +79,8 @@ impl Routing {
         self.raw.is_ready()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one `steps_in_flight` updates ago
-    /// has run.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one
+    /// `steps_in_flight` updates ago has run.
     ///
     /// # Errors
     /// [`LaunchError::Driver`] if the driver returns an error.
@@ -89,15 +89,16 @@ impl Routing {
         self.raw.wait()
     }
 
-    /// Like [`update`](Self::update), with the [numbers](Slot::number) of slots, and scales, in device memory. `token_slots` is
-    /// `[tokens]`; -1 or any value that is not a slot is the base model. `token_scales` is `[tokens]`.
+    /// Like [`update`](Self::update), with the [numbers](Slot::number) of slots, and scales, in device memory.
+    /// `token_slots` is `[tokens]`; -1 or any value that is not a slot is the base model. `token_scales` is `[tokens]`.
     ///
-    /// The host does not see the slots, so that no step checks which adapters are in them: a slot whose adapter was unloaded, or that no
-    /// lease holds any more, gives what was in it, the base model, or the adapter that was loaded or leased there since then.
+    /// The host does not see the slots, so that no step checks which adapters are in them: a slot whose adapter was
+    /// unloaded, or that no lease holds any more, gives what was in it, the base model, or the adapter that was loaded
+    /// or leased there since then.
     ///
     /// # Errors
-    /// [`OperandError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per slot,
-    /// [`LaunchError::Capturing`]. Nothing was enqueued.
+    /// [`OperandError::Capacity`] if the batch is too large, [`LaunchError::Operand`] if there is not one scale per
+    /// slot, [`LaunchError::Capturing`]. Nothing was enqueued.
     pub fn update_on_device<'a>(
         &mut self,
         token_slots: impl Into<View<'a, i32>>,
@@ -125,7 +126,8 @@ impl Routing {
         Ok(RoutedBatch { raw, routing: self })
     }
 
-    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See [`raw::Routing::capture_batch`].
+    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See
+    /// [`raw::Routing::capture_batch`].
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if `num_tokens` exceeds the capacity.

@@ -104,14 +104,15 @@ impl<'a> Step<'a> {
         self.raw.batch.num_tokens()
     }
 
-    /// Whether a token may have an adapter: its slot is known and not [`Slot::BASE`](crate::Slot::BASE), or is in device memory. If none
-    /// has, an engine may skip what [`Batch::has_adapters`](crate::routing::Batch::has_adapters) says.
+    /// Whether a token may have an adapter: its slot is known and not [`Slot::BASE`](crate::Slot::BASE), or is in
+    /// device memory. If none has, an engine may skip what [`Batch::has_adapters`](crate::routing::Batch::has_adapters)
+    /// says.
     pub fn has_adapters(&self) -> bool {
         self.has_adapters
     }
 
-    /// The queue of the operations. A captured step is not on its stream: what is enqueued there while it is recorded runs at once, and is
-    /// in no graph.
+    /// The queue of the operations. A captured step is not on its stream: what is enqueued there while it is recorded
+    /// runs at once, and is in no graph.
     pub fn queue(&self) -> &Queue {
         &self.queue
     }
@@ -119,8 +120,8 @@ impl<'a> Step<'a> {
     /// Enqueues a copy of `from` to the start of `to`. A captured step records it, and keeps both. Never waits.
     ///
     /// # Errors
-    /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another context or
-    /// stream, or is borrowed and the step is captured. Nothing was enqueued.
+    /// [`OperandError::Capacity`] if `to` is shorter than `from`. [`LaunchError`] if an operand belongs to another
+    /// context or stream, or is borrowed and the step is captured. Nothing was enqueued.
     pub fn copy<'f, 't, T: DeviceRepr + Send + Sync + 'static>(
         &mut self,
         from: impl Into<View<'f, T>>,
@@ -134,16 +135,16 @@ impl<'a> Step<'a> {
             return Ok(());
         }
         operands.enqueue(|[from, to], stream| {
-            // SAFETY: both have this many bytes, and are as `Checked::enqueue` says. They do not overlap, because the target is borrowed
-            // exclusively.
+            // SAFETY: both have this many bytes, and are as `Checked::enqueue` says. They do not overlap, because the
+            // target is borrowed exclusively.
             Ok(unsafe { result::memcpy_dtod_async(to, from, bytes, stream.as_raw().cast()) }?)
         })
     }
 
-    /// The step in the raw API, for further operations there, and for the engine's own kernels, which are captured on its
-    /// [`stream`](raw::Step::stream). A captured step does not keep their operands alive, and that stream ends with the capture. Operations
-    /// of another step are enqueued before the next update of the routing, and not captured: its launches are sized for the slots of its
-    /// batch.
+    /// The step in the raw API, for further operations there, and for the engine's own kernels, which are captured on
+    /// its [`stream`](raw::Step::stream). A captured step does not keep their operands alive, and that stream ends with
+    /// the capture. Operations of another step are enqueued before the next update of the routing, and not captured:
+    /// its launches are sized for the slots of its batch.
     pub fn raw(&self) -> raw::Step {
         self.raw
     }
@@ -153,8 +154,8 @@ impl<'a> Step<'a> {
         self.recorder.is_some()
     }
 
-    /// Rejects operands of another context or stream, in a captured step borrowed memory, and a batch whose adapters are not in their slots
-    /// any more. Then [prepares](Self::prepare).
+    /// Rejects operands of another context or stream, in a captured step borrowed memory, and a batch whose adapters
+    /// are not in their slots any more. Then [prepares](Self::prepare).
     pub(in crate::cuda) fn check<'o, const N: usize>(
         &self,
         operands: [Option<Operand<'o>>; N],
@@ -165,14 +166,14 @@ impl<'a> Step<'a> {
         Ok(Checked { step: self, operands })
     }
 
-    /// Makes the context current on this thread. Rejects a queue whose stream the engine is capturing; that of a captured step is the
-    /// capture's own.
+    /// Makes the context current on this thread. Rejects a queue whose stream the engine is capturing; that of a
+    /// captured step is the capture's own.
     fn prepare(&self) -> Result<(), LaunchError> {
         if self.is_captured() { self.queue.bind() } else { self.queue.prepare() }
     }
 
-    /// Rejects a layer that reads memory before it waits for the kernel in front, unless all that the step records was recorded after
-    /// the layer was created.
+    /// Rejects a layer that reads memory before it waits for the kernel in front, unless all that the step records was
+    /// recorded after the layer was created.
     pub(in crate::cuda) fn check_created(&self, layer: &'static str, created: Moment) -> Result<(), LaunchError> {
         match self.recorder {
             Some(recorder) if created > recorder.began => Err(LaunchError::CreatedInCapture { layer }),
@@ -213,7 +214,8 @@ impl<'a> Step<'a> {
         self.placed = Some(stack);
     }
 
-    /// Rejects a batch with adapters that are not in the stack. A captured step makes its replays do so, and keeps the stack's memory.
+    /// Rejects a batch with adapters that are not in the stack. A captured step makes its replays do so, and keeps the
+    /// stack's memory.
     pub(in crate::cuda) fn check_placed(&self, stack: u64, memory: &[Kept]) -> Result<(), OperandError> {
         let Some(recorder) = self.recorder else { return self.check_stacks(&[stack]) };
         recorder.add(|recording| {
@@ -253,13 +255,14 @@ pub(in crate::cuda) struct Checked<'s, 'o, const N: usize> {
 }
 
 impl<const N: usize> Checked<'_, '_, N> {
-    /// Calls `launch` with the addresses of the operands, 0 for one that is absent, and with the step's stream, to enqueue work on that
-    /// stream.
+    /// Calls `launch` with the addresses of the operands, 0 for one that is absent, and with the step's stream, to
+    /// enqueue work on that stream.
     ///
-    /// The stream's context is current on this thread. Until the work has run, and for a captured step as long as its graph lives, the
-    /// operands are memory of that context, of as many elements as their views have. They belong to the queue, whose stream orders their
-    /// uses and their deallocation; behind what other streams have done with memory of cudarc, it waits by cudarc's events. The step's
-    /// table, routing and workspace belong to the queue, too. A captured step's graph is launched on the queue's stream.
+    /// The stream's context is current on this thread. Until the work has run, and for a captured step as long as its
+    /// graph lives, the operands are memory of that context, of as many elements as their views have. They belong to
+    /// the queue, whose stream orders their uses and their deallocation; behind what other streams have done with
+    /// memory of cudarc, it waits by cudarc's events. The step's table, routing and workspace belong to the queue, too.
+    /// A captured step's graph is launched on the queue's stream.
     pub(in crate::cuda) fn enqueue<R>(
         mut self,
         launch: impl FnOnce([u64; N], raw::Stream) -> Result<R, LaunchError>,
@@ -281,13 +284,14 @@ impl WeightTable {
     /// Starts a step of a batch, whose adapters must be in their slots.
     ///
     /// If another thread replaces or unloads one of them meanwhile, every further operation of the step returns
-    /// [`OperandError::NotLoaded`], as does one that is being enqueued then, which may use the new adapter: discard what it wrote.
+    /// [`OperandError::NotLoaded`], as does one that is being enqueued then, which may use the new adapter: discard
+    /// what it wrote.
     ///
     /// # Errors
-    /// [`OperandError::NotLoaded`] if an adapter of the batch has been unloaded or replaced, or is in another table or pool.
-    /// [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps. [`OperandError::NumSlots`] if the
-    /// routing was made for another number of slots. [`LaunchError`] if the table, batch and workspace belong to different queues, or the
-    /// stream is being captured.
+    /// [`OperandError::NotLoaded`] if an adapter of the batch has been unloaded or replaced, or is in another table or
+    /// pool. [`OperandError::Pooled`] if the table belongs to a pool, whose own `step` starts its steps.
+    /// [`OperandError::NumSlots`] if the routing was made for another number of slots. [`LaunchError`] if the table,
+    /// batch and workspace belong to different queues, or the stream is being captured.
     pub fn step<'a>(&'a self, batch: &RoutedBatch<'a>, workspace: &'a mut Workspace) -> Result<Step<'a>, LaunchError> {
         if self.is_pooled() {
             return Err(OperandError::Pooled.into());
@@ -301,19 +305,21 @@ impl WeightTable {
         Ok(Step::new(queue, raw, (self.loaded_slots(batch.slots())?, batch.has_adapters()), None))
     }
 
-    /// Captures a step of up to `num_tokens` tokens as a graph of the operations of that step which `record` calls. The graph keeps the
-    /// table, the routing, the workspace and all operands alive. Operands must be [`Buffer`](crate::cuda::Buffer)s.
+    /// Captures a step of up to `num_tokens` tokens as a graph of the operations of that step which `record` calls. The
+    /// graph keeps the table, the routing, the workspace and all operands alive. Operands must be
+    /// [`Buffer`](crate::cuda::Buffer)s.
     ///
-    /// The capture is on a stream of its own, with the priority of the queue's stream. Everything else that `record` calls runs at once,
-    /// as outside of it: calls of aril on the queue, steps of other batches, other captures, and work of cudarc on the queue's stream. The
-    /// engine's own kernels are captured if they are launched on the stream of [`Step::raw`]. That is unsafe, and their memory is not kept.
+    /// The capture is on a stream of its own, with the priority of the queue's stream. Everything else that `record`
+    /// calls runs at once, as outside of it: calls of aril on the queue, steps of other batches, other captures, and
+    /// work of cudarc on the queue's stream. The engine's own kernels are captured if they are launched on the stream
+    /// of [`Step::raw`]. That is unsafe, and their memory is not kept.
     ///
-    /// A [replay](Graph::replay) is an operation of a step of this table, routing and workspace, and uses its adapters and its batch. It is
-    /// enqueued on the queue's stream.
+    /// A [replay](Graph::replay) is an operation of a step of this table, routing and workspace, and uses its adapters
+    /// and its batch. It is enqueued on the queue's stream.
     ///
     /// # Errors
-    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to different queues, or no
-    /// work was captured; or the error of `record`.
+    /// [`LaunchError`] if `num_tokens` exceeds the routing's capacity, the table, routing and workspace belong to
+    /// different queues, or no work was captured; or the error of `record`.
     pub fn capture<E: From<LaunchError>>(
         &self,
         routing: &Routing,
@@ -324,8 +330,8 @@ impl WeightTable {
         self.capture_for(true, routing, num_tokens, workspace, record)
     }
 
-    /// Like [`capture`](Self::capture), for batches in which no token has an adapter. `record` may skip what only adds deltas, and
-    /// [`shrink`](crate::cuda::LoraLinear::shrink) records nothing. A replay for any other batch is refused
+    /// Like [`capture`](Self::capture), for batches in which no token has an adapter. `record` may skip what only adds
+    /// deltas, and [`shrink`](crate::cuda::LoraLinear::shrink) records nothing. A replay for any other batch is refused
     /// ([`LaunchError::WithoutAdapters`]).
     ///
     /// # Errors
@@ -413,7 +419,8 @@ impl Workspace {
 
 /// A captured step, to replay as an operation of other steps. It keeps the memory of its operands alive.
 ///
-/// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the step are unchanged by a replay.
+/// Adapters, their ranks and the routing may change between replays. Rows beyond the batch of the step are unchanged by
+/// a replay.
 pub struct Graph {
     // Dropped before the memory it uses.
     graph: Executable,
@@ -435,18 +442,19 @@ impl fmt::Debug for Graph {
 }
 
 impl Graph {
-    /// Enqueues the captured operations for the batch of `step`, which may have fewer tokens than the captured one. Neither allocates
-    /// nor waits.
+    /// Enqueues the captured operations for the batch of `step`, which may have fewer tokens than the captured one.
+    /// Neither allocates nor waits.
     ///
     /// # Errors
-    /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the step.
-    /// [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the graph,
-    /// [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
-    /// [without](crate::cuda::WeightTable::capture_without_adapters), [`OperandError::NotPlaced`](crate::error::OperandError::NotPlaced)
-    /// if it has operations with a stack, in which the batch is not placed, [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded)
-    /// as for any operation of the step, [`LaunchError::WrongStream`] if the graph belongs to another queue,
-    /// [`LaunchError::CapturedReplay`] if the step is being captured. [`LaunchError::Capturing`] if the engine captures the queue's
-    /// stream. [`LaunchError::Driver`].
+    /// [`LaunchError::OtherGraph`] if the graph was captured with another table, routing or workspace than those of the
+    /// step. [`OperandError::Capacity`](crate::error::OperandError::Capacity) if the batch has more tokens than the
+    /// graph, [`LaunchError::WithoutAdapters`] if it has an adapter and the graph was captured
+    /// [without](crate::cuda::WeightTable::capture_without_adapters),
+    /// [`OperandError::NotPlaced`](crate::error::OperandError::NotPlaced) if it has operations with a stack, in which
+    /// the batch is not placed, [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded) as for any operation
+    /// of the step, [`LaunchError::WrongStream`] if the graph belongs to another queue, [`LaunchError::CapturedReplay`]
+    /// if the step is being captured. [`LaunchError::Capturing`] if the engine captures the queue's stream.
+    /// [`LaunchError::Driver`].
     pub fn replay(&mut self, step: &mut Step<'_>) -> Result<(), LaunchError> {
         if step.is_captured() {
             return Err(LaunchError::CapturedReplay);

@@ -9,7 +9,8 @@ use crate::{
 };
 
 impl State {
-    /// Leases all adapters of a batch for a step on `stream`, or none. No adapter of the batch is evicted for another one.
+    /// Leases all adapters of a batch for a step on `stream`, or none. No adapter of the batch is evicted for another
+    /// one.
     pub(crate) fn prepare(
         &mut self,
         ids: &[AdapterId],
@@ -121,8 +122,8 @@ impl State {
         refusal.map_or(Ok(()), Err)
     }
 
-    /// Whether there are slots and bytes, now or once all copies have ended, for the missing adapters of the current batch that have none
-    /// yet.
+    /// Whether there are slots and bytes, now or once all copies have ended, for the missing adapters of the current
+    /// batch that have none yet.
     fn could_bring(&self, missing: &[AdapterId], once_copied: bool) -> bool {
         let missing = missing.iter().map(|id| &self.adapters[id]).filter(|entry| !entry.host.is_copied_meanwhile());
         let (needed, bytes) = missing.fold((0, 0), |(slots, bytes), entry| (slots + 1, bytes + entry.bytes));

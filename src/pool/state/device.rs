@@ -14,15 +14,17 @@ use crate::{
 
 /// The slots and the arena of the device.
 ///
-/// Memory may be overwritten after the end of a step, on every stream that it was leased for, since its last lease ended. A slot that meets
-/// this condition is *idle*. Its launches have been enqueued then, but may not have run: the copy waits for them.
+/// Memory may be overwritten after the end of a step, on every stream that it was leased for, since its last lease
+/// ended. A slot that meets this condition is *idle*. Its launches have been enqueued then, but may not have run: the
+/// copy waits for them.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(super) blocks: Blocks,
     slots: Vec<SlotState>,
     /// Steps that have ended, by stream.
     ended: Vec<u64>,
-    /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after the last end of a step.
+    /// Slots that steps may use, by stream: those that have a lease of the stream, or had one after the last end of a
+    /// step.
     open: Vec<Vec<usize>>,
     copies: u64,
 }
@@ -117,7 +119,8 @@ impl Device {
         }
     }
 
-    /// Whether steps of the stream may use the slot, and the adapter that it names is there. Every step may use the base model.
+    /// Whether steps of the stream may use the slot, and the adapter that it names is there. Every step may use the
+    /// base model.
     pub(super) fn is_open(&self, slot: Slot, stream: StreamId) -> bool {
         let Some(index) = slot.index() else { return true };
         self.slots.get(index).is_some_and(|place| {
@@ -151,7 +154,8 @@ impl Device {
         content.leases -= 1;
         place.uses[stream.0].leases -= 1;
         if content.leases == 0 {
-            // Launches may follow the end of the lease until the next end of a step, on every stream that the slot was leased for.
+            // Launches may follow the end of the lease until the next end of a step, on every stream that the slot was
+            // leased for.
             let leased = place.uses.iter_mut().zip(&self.ended).filter(|(usage, _)| usage.leased);
             leased.for_each(|(usage, ended)| usage.end = ended + 1);
         }
@@ -185,8 +189,8 @@ impl Device {
         ids.filter_map(|id| Some((rank(id)?, id))).min_by_key(|(rank, _)| *rank).map(|(_, id)| id)
     }
 
-    /// Slots and bytes that are free, or would be without the adapters that `may_evict` accepts and that are idle: now, or once all copies
-    /// have ended.
+    /// Slots and bytes that are free, or would be without the adapters that `may_evict` accepts and that are idle: now,
+    /// or once all copies have ended.
     pub(super) fn reclaimable(&self, once_copied: bool, may_evict: impl Fn(AdapterId) -> bool) -> (usize, usize) {
         let free = self.slots.iter().filter(|place| place.content.is_none()).count();
         let idle = |&slot: &usize| if once_copied { self.is_unused(slot) } else { self.is_idle(slot) };

@@ -36,8 +36,8 @@ impl State {
         push(&mut self.queue, id);
     }
 
-    /// Starts the reads and copies for which there is room, in the queue's order. An adapter does not overtake another one that
-    /// waits for the same memory.
+    /// Starts the reads and copies for which there is room, in the queue's order. An adapter does not overtake another
+    /// one that waits for the same memory.
     pub(super) fn advance(&mut self, backend: &mut impl Executor) {
         let (mut no_device, mut no_host) = (false, false);
         // Whether all adapters so far have room on the device, so that a read may take some for the next one.
@@ -64,8 +64,8 @@ impl State {
         self.queue = queue;
     }
 
-    /// Starts to read an adapter, if there is room in the host tier. If it `may_copy` and there is room on the device, too, the read also
-    /// copies it there.
+    /// Starts to read an adapter, if there is room in the host tier. If it `may_copy` and there is room on the device,
+    /// too, the read also copies it there.
     fn read(&mut self, id: AdapterId, may_copy: bool, backend: &mut impl Executor) -> bool {
         if self.reads == self.max_reads {
             return false;
@@ -117,13 +117,15 @@ impl State {
         entry.host.is_ready() && !is_copying
     }
 
-    /// The last use of an adapter that may be evicted from the device: neither being read, nor pinned, nor in the current batch.
+    /// The last use of an adapter that may be evicted from the device: neither being read, nor pinned, nor in the
+    /// current batch.
     pub(super) fn rank(&self, id: AdapterId) -> Option<u64> {
         let entry = self.adapters.get(&id)?;
         (entry.slot.is_some() && !entry.is_pinned && entry.batch != self.batch).then_some(entry.last_use)
     }
 
-    /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy without the source.
+    /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy
+    /// without the source.
     fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Executor) -> Result<Transfer, Placed> {
         let entry = &self.adapters[&id];
         let last_use = entry.last_use;
@@ -211,7 +213,8 @@ impl State {
         self.device.has_copied(number);
     }
 
-    /// Takes note that nothing ends any more which is under way: its memory is not used again, and those who wait for it are told why.
+    /// Takes note that nothing ends any more which is under way: its memory is not used again, and those who wait for
+    /// it are told why.
     pub(crate) fn stop(&mut self, error: Option<LoadError>) {
         let Some(error) = error.map(Arc::new) else { return };
         self.queue.clear();

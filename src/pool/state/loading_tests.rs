@@ -176,7 +176,8 @@ fn a_read_takes_room_in_turn() {
     launch(&mut state, &mut world, large);
 }
 
-/// While a capture keeps the device from being rearranged, the host tier has room for one of two adapters. Neither evicts the other.
+/// While a capture keeps the device from being rearranged, the host tier has room for one of two adapters. Neither
+/// evicts the other.
 #[test]
 fn a_batch_keeps_what_it_has_in_host_memory() {
     let bytes = 2 * GRANULE_BYTES;

@@ -148,8 +148,8 @@ impl State {
         self.adapters.get(&id)?.loading.as_ref().map(|loading| loading.load(id))
     }
 
-    /// Keeps an adapter on the device once it is there, or no longer. At least one slot, and room for the largest of the other
-    /// adapters, is never pinned.
+    /// Keeps an adapter on the device once it is there, or no longer. At least one slot, and room for the largest of
+    /// the other adapters, is never pinned.
     pub(crate) fn set_pinned(&mut self, id: AdapterId, is_pinned: bool) -> Result<(), PoolError> {
         let entry = self.registered(id)?;
         if entry.is_pinned == is_pinned {

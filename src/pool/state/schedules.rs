@@ -1,5 +1,5 @@
-//! No kernel reads a wrong adapter, whatever the host does and in whatever legal order the device runs: random hosts and devices,
-//! and the same with each obligation of a backend broken. What nothing uses has room for others.
+//! No kernel reads a wrong adapter, whatever the host does and in whatever legal order the device runs: random hosts
+//! and devices, and the same with each obligation of a backend broken. What nothing uses has room for others.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -267,7 +267,8 @@ impl<W: Worlds> Schedule<W> {
         schedule
     }
 
-    /// Runs up to `actions` actions, or until the ranks cannot agree any more, and then the device. Returns what went wrong there.
+    /// Runs up to `actions` actions, or until the ranks cannot agree any more, and then the device. Returns what went
+    /// wrong there.
     fn run_device_of(mut self, actions: usize) -> Result<(), String> {
         for _ in 0..actions {
             if self.pool.backend.check().is_err() {
@@ -423,7 +424,8 @@ impl<W: Worlds> Schedule<W> {
             && !self.pool.backend.each().any(|world| world.is_capturing)
     }
 
-    /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is there.
+    /// Whether a batch never fits beside the pinned adapters that are on the device. Nobody asks this of one that is
+    /// there.
     fn is_too_large(&self, ids: &[AdapterId]) -> bool {
         let mut together: BTreeSet<_> = ids.iter().copied().collect();
         let is_there = together.iter().all(|id| self.pool.state.adapters[id].slot.is_some());
@@ -558,8 +560,8 @@ impl<W: Worlds> Schedule<W> {
         if let Some(held) = self.held.iter().find(is_lost) {
             return Err(format!("{} lost slot {}, which is leased", held.id, held.slot));
         }
-        // Steps may use the slots of leases, and of those that ended since the last end of a step of their stream. No others, and no earlier
-        // adapters of the same slots.
+        // Steps may use the slots of leases, and of those that ended since the last end of a step of their stream. No
+        // others, and no earlier adapters of the same slots.
         for stream in (0..self.num_streams).map(StreamId) {
             let may_use =
                 |slot| self.held.iter().chain(&self.ended).any(|held| (held.stream, held.content) == (stream, slot));
@@ -728,7 +730,8 @@ fn schedules() -> u64 {
     std::env::var("ARIL_SCHEDULES").map_or(20_000, |number| number.parse().expect("ARIL_SCHEDULES is a number"))
 }
 
-/// The first seed whose schedule goes wrong, the number of its actions, and what went wrong, on one device or on the ranks of a group.
+/// The first seed whose schedule goes wrong, the number of its actions, and what went wrong, on one device or on the
+/// ranks of a group.
 fn first_wrong(is_group: bool, schedules: u64, broken: Broken) -> Option<(u64, usize, String)> {
     let run = |seed, actions| match is_group {
         false => Schedule::<TestDevice>::new(seed, 1, broken).run(actions),
