@@ -47,6 +47,17 @@ macro_rules! table_methods {
                 if self.is_owner { Ok(()) } else { self.$($slots).+.check_loaded(slots) }
             }
 
+            /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The
+            /// operations of a step check the slots of its batch by themselves; with slots in device memory, an engine
+            /// checks those that it meant after the operations: if that passes, every operation was enqueued before any
+            /// of these slots changed.
+            ///
+            /// # Errors
+            /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
+            pub fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
+                self.$($slots).+.check(slots)
+            }
+
             /// The content of the slot with this index; `None` if it is empty or does not exist.
             pub fn get(&self, slot: usize) -> Option<SlotInfo> {
                 self.$($slots).+.lock().info(slot)
@@ -55,13 +66,6 @@ macro_rules! table_methods {
             /// The contents of all loaded slots, by slot.
             pub fn loaded(&self) -> Vec<SlotInfo> {
                 self.$($slots).+.lock().infos()
-            }
-
-            /// The sum of the largest ranks of the distinct adapters that are in the batch's slots now, for
-            /// [`LinearPlan::fastest_mode`](crate::plan::LinearPlan::fastest_mode). Takes time for each slot and token,
-            /// and allocates.
-            pub fn ranks(&self, batch: &Batch<'_>) -> usize {
-                self.$($slots).+.lock().ranks(batch.slots())
             }
 
             /// The model of the adapters.
@@ -253,14 +257,6 @@ impl<B> Contents<B> {
 
     pub(crate) fn info(&self, index: usize) -> Option<SlotInfo> {
         self.0.get(index)?.as_ref().map(|(info, _)| *info)
-    }
-
-    /// The sum of the largest ranks of the distinct adapters in these slots.
-    pub(crate) fn ranks(&self, slots: &[Slot]) -> usize {
-        let mut ranks: Vec<usize> =
-            self.0.iter().map(|block| block.as_ref().map_or(0, |(info, _)| info.max_rank)).collect();
-        let rank = |slot: &Slot| slot.index().and_then(|index| ranks.get_mut(index)).map_or(0, std::mem::take);
-        slots.iter().map(rank).sum()
     }
 
     pub(crate) fn infos(&self) -> Vec<SlotInfo> {

@@ -132,14 +132,6 @@ impl WeightTable {
         Ok(self.slots.take(&mut blocks, slot).map(drop)?)
     }
 
-    /// Rejects adapters that have been unloaded or replaced, or are in another table.
-    ///
-    /// # Errors
-    /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
-    pub fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
-        self.slots.check(slots)
-    }
-
     /// Memory use of the arena.
     pub fn usage(&self) -> Usage {
         self.shared.arena.usage()

@@ -268,7 +268,8 @@ mod tests {
         assert_eq!(refused, [ffi::ARIL_ERR_ARGUMENT; 3]);
     }
 
-    /// Shared memory of every plan is what its kernels need: with a byte less, the launch is refused. Without blocks, it needs no device.
+    /// Shared memory of every plan is what its kernels need: with a byte less, the launch is refused. Without blocks,
+    /// it needs no device.
     #[test]
     fn plans_have_the_shared_memory_that_kernels_need() {
         let address = ptr::without_provenance_mut::<c_void>(256);

@@ -19,7 +19,6 @@ use crate::{
     cpu,
     error::LoadError,
     model::Model,
-    slots::Usage,
 };
 
 /// One rank's view of a tensor-parallel group: its channel to the other ranks, and its weight table.
@@ -133,7 +132,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
             phase = Phase::Fill;
             table.fill(reservation, &image)
         });
-        let ready = Verdict::ready(slot, fingerprint);
+        let ready = Verdict::Ready { slot, fingerprint };
         let verdicts =
             self.exchange(&own.as_ref().map_or_else(|failure| failure.verdict(phase, can_hold), |_| ready.clone()));
         let own = match own {
@@ -167,7 +166,7 @@ impl<R: Ranks, T: Table> Group<R, T> {
         }
         let Prepared { slot, fingerprint, filled } = prepared;
         let own = attempt(|| self.table.commit(slot, filled));
-        let committed = Verdict::committed(slot, fingerprint);
+        let committed = Verdict::Committed { slot, fingerprint };
         let verdict = own.as_ref().map_or_else(|failure| failure.verdict(Phase::Commit, false), |_| committed.clone());
         let (verdicts, channel) = match self.exchange(&verdict) {
             Ok(verdicts) => (verdicts, None),
@@ -284,9 +283,6 @@ pub trait Table {
     /// The element type of factors.
     fn dtype(&self) -> DType;
 
-    /// Use of the memory.
-    fn usage(&self) -> Usage;
-
     /// The lowest empty slot from the index `first` on.
     fn free_slot(&self, first: usize) -> Option<usize>;
 
@@ -332,10 +328,6 @@ macro_rules! table {
 
             fn dtype(&self) -> DType {
                 self.dtype()
-            }
-
-            fn usage(&self) -> Usage {
-                self.usage()
             }
 
             fn free_slot(&self, first: usize) -> Option<usize> {

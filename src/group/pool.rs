@@ -46,8 +46,8 @@ pub type GroupPool<R, B> = AdapterPool<OnRanks<R, B>>;
 /// The memory and the streams of a [`GroupPool`], which are those of this rank.
 pub struct OnRanks<R, B> {
     ranks: R,
-    /// This rank.
-    member: Member<B>,
+    /// This rank, in a box, so that pools of a group are about as large as others.
+    member: Box<Member<B>>,
     /// Why the ranks cannot agree any more.
     broken: Option<Broken>,
     /// A digest of all calls.
@@ -93,7 +93,7 @@ impl<R: Exchange<B>, B: Backend> OnRanks<R, B> {
     pub(crate) fn of(ranks: R, backend: B) -> Self {
         Self {
             ranks,
-            member: Member::new(backend),
+            member: Box::new(Member::new(backend)),
             broken: None,
             calls: 0,
             numbers: HashMap::new(),

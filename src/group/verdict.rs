@@ -39,14 +39,6 @@ pub(super) enum Verdict {
 }
 
 impl Verdict {
-    pub(super) fn ready(slot: usize, fingerprint: u64) -> Self {
-        Self::Ready { slot, fingerprint }
-    }
-
-    pub(super) fn committed(slot: usize, fingerprint: u64) -> Self {
-        Self::Committed { slot, fingerprint }
-    }
-
     /// A failure. A long reason is cut off.
     pub(super) fn failed(phase: Phase, text: &str, is_full: bool) -> Self {
         Self::Failed { phase, reason: reason(text), is_full }
@@ -126,9 +118,9 @@ mod tests {
         for verdict in [
             Verdict::Free(None),
             Verdict::Free(Some(usize::MAX)),
-            Verdict::ready(usize::MAX, u64::MAX),
-            Verdict::ready(0, 0),
-            Verdict::committed(usize::MAX, u64::MAX),
+            Verdict::Ready { slot: usize::MAX, fingerprint: u64::MAX },
+            Verdict::Ready { slot: 0, fingerprint: 0 },
+            Verdict::Committed { slot: usize::MAX, fingerprint: u64::MAX },
             Verdict::failed(Phase::Fill, "", false),
             Verdict::failed(Phase::Reserve, "\"ä\" \u{0}\n", true),
         ] {

@@ -15,8 +15,7 @@ use super::{
     },
 };
 use crate::{
-    DType,
-    ffi,
+    DType, ffi,
     model::{LinearSite, SliceSite},
     sizes::product,
 };

@@ -30,22 +30,22 @@ type Read = Box<dyn FnOnce(&ThreadPool) + Send>;
 /// Loader threads, each of which reads one adapter at a time with threads of its own that pack, so that a slow read
 /// delays no other loader. Loaders are not threads of rayon, which would take up another read while they wait for their
 /// packers. Packers are apart from rayon's other threads, which the engine may use.
-pub(crate) struct Loaders<K, P> {
+struct Loaders<P> {
     reads: Sender<Read>,
-    sender: Sender<Loaded<K, P>>,
-    results: Receiver<Loaded<K, P>>,
+    sender: Sender<Loaded<P>>,
+    results: Receiver<Loaded<P>>,
 }
 
 /// The end of a read.
-pub(crate) struct Loaded<K, P> {
-    pub(crate) id: K,
-    pub(crate) time: Duration,
+struct Loaded<P> {
+    id: AdapterId,
+    time: Duration,
     /// The packed adapter, and its [fingerprint](Source::fingerprint).
-    pub(crate) result: Result<(P, u64), LoadError>,
+    result: Result<(P, u64), LoadError>,
 }
 
-impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
-    pub(crate) fn new(loaders: usize, packers: usize) -> io::Result<Self> {
+impl<P: Send + 'static> Loaders<P> {
+    fn new(loaders: usize, packers: usize) -> io::Result<Self> {
         let (reads, queue) = channel::<Read>();
         let queue = Arc::new(Mutex::new(queue));
         for loader in 0..loaders {
@@ -64,9 +64,9 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
 
     /// Starts to read an adapter. `end` is called with what `pack` returned, once the source is known not to have
     /// changed meanwhile. A panic is an error of this adapter.
-    pub(crate) fn start(
+    fn start(
         &self,
-        id: K,
+        id: AdapterId,
         source: Arc<Source>,
         pack: impl FnOnce(&SlotImage<'_>) -> Result<P, LoadError> + Send + 'static,
         end: impl FnOnce(P) -> Result<P, LoadError> + Send + 'static,
@@ -89,12 +89,12 @@ impl<K: Send + 'static, P: Send + 'static> Loaders<K, P> {
     }
 
     /// A read that has ended.
-    pub(crate) fn next(&self) -> Option<Loaded<K, P>> {
+    fn next(&self) -> Option<Loaded<P>> {
         self.results.try_recv().ok()
     }
 
     /// Blocks this thread until a read ends, or for `timeout`.
-    pub(crate) fn wait(&self, timeout: Duration) -> Option<Loaded<K, P>> {
+    fn wait(&self, timeout: Duration) -> Option<Loaded<P>> {
         self.results.recv_timeout(timeout).ok()
     }
 }
@@ -106,9 +106,9 @@ pub(crate) struct HostTier<P> {
     row_bytes: usize,
     sources: HashMap<AdapterId, Arc<Source>>,
     packed: HashMap<AdapterId, P>,
-    loaders: Loaders<AdapterId, P>,
+    loaders: Loaders<P>,
     /// Reads whose ends were waited for.
-    ended: VecDeque<Loaded<AdapterId, P>>,
+    ended: VecDeque<Loaded<P>>,
 }
 
 impl<P> fmt::Debug for HostTier<P> {
@@ -200,7 +200,7 @@ fn block_bytes(image_bytes: usize, row_bytes: usize) -> usize {
 }
 
 /// The threads that pack for an owner with this number.
-pub(crate) fn packers_of(owner: usize, threads: usize) -> io::Result<ThreadPool> {
+fn packers_of(owner: usize, threads: usize) -> io::Result<ThreadPool> {
     let threads = ThreadPoolBuilder::new().num_threads(threads);
     threads.thread_name(move |packer| format!("aril-packer-{owner}-{packer}")).build().map_err(io::Error::other)
 }

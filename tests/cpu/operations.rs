@@ -2,7 +2,6 @@
 
 use crate::{
     common::{
-        adapters::{self, Lora},
         case::Subject,
         cpu::{matrix, matrix_mut, table},
         dense::{Case, Dense, Site, Sizes, World, cases, check_overwriting},
@@ -11,12 +10,10 @@ use crate::{
     for_dtype,
 };
 use aril::{
-    DType, Element, IntoSlices as _, Slices, Slot,
-    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    DType, Element, IntoSlices as _, Slices,
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
-    routing::{Batch, Segments},
+    routing::Segments,
 };
 use proptest::prelude::*;
 
@@ -143,15 +140,6 @@ proptest! {
     }
 }
 
-fn model(spec: &mut ModelSpec, layer: Linear, tp: TpRank) -> (Model, LinearId) {
-    let id = spec.linear(layer).unwrap();
-    (spec.shard(tp).unwrap(), id)
-}
-
-fn layer() -> Linear {
-    Linear::new("m", Parallel::Column, 2).slice("q", 4)
-}
-
 /// Exact sums over all of a layer's input.
 #[test]
 fn many_features_are_all_summed_up() {
@@ -195,21 +183,6 @@ fn matrices_fit_in_their_memory() {
             assert_eq!(error, Some(OperandError::Overlap { operand, cols, row_stride }));
         }
     }
-}
-
-#[test]
-fn ranks_are_those_of_distinct_adapters() {
-    let (model, _) = model(&mut ModelSpec::new(), layer(), TpRank::SINGLE);
-    let capacity = Capacity::tokens(8).slots(4).rank(8);
-    let weights = WeightTable::new(&model, DType::F32, capacity, 1 << 16).unwrap();
-    let [first, empty, third] = [(0, 3), (1, 1), (2, 5)].map(|(slot, rank)| {
-        let adapter = adapters::adapter(&[Lora::linear("m.q", 2, 4, rank)]);
-        weights.load(slot, &adapter.plan(&model, DType::F32).unwrap()).unwrap()
-    });
-    weights.unload(1).unwrap();
-    let ranks = |slots: &[Slot]| weights.ranks(&Batch::new(slots));
-    assert_eq!((ranks(&[]), ranks(&[Slot::BASE, empty]), ranks(&[first, first])), (0, 0, 3));
-    assert_eq!(ranks(&[third, first, Slot::BASE, third, empty, first]), 8);
 }
 
 /// Bounds, tolerances and tests use it: half the distance from 1 to the next larger number.

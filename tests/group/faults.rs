@@ -12,7 +12,6 @@ use aril::{
     error::{LoadError, SlotError},
     group::{Group, GroupError, InProcess, Phase, Ranks, Table},
     model::Model,
-    slots::Usage,
 };
 use proptest::prelude::*;
 
@@ -73,10 +72,6 @@ impl Table for Faulty {
 
     fn dtype(&self) -> DType {
         self.table.dtype()
-    }
-
-    fn usage(&self) -> Usage {
-        self.table.usage()
     }
 
     fn free_slot(&self, first: usize) -> Option<usize> {

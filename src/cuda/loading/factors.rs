@@ -126,7 +126,7 @@ impl WeightTable {
 
 /// A factor and its place in the block.
 #[derive(Debug)]
-struct Part {
+struct Factor {
     source: RawMatrix,
     is_b: bool,
     /// In elements.
@@ -141,7 +141,7 @@ struct Packing<'a> {
     factors: &'a [raw::Factors],
     source_dtype: DType,
     /// Two for each module.
-    parts: Vec<Part>,
+    parts: Vec<Factor>,
     /// By module.
     entries: Vec<(usize, usize)>,
     elems: usize,
@@ -189,7 +189,7 @@ impl<'a> Packing<'a> {
     }
 
     fn append(&mut self, source: RawMatrix, is_b: bool, elems: usize) {
-        self.parts.push(Part { source, is_b, at: self.elems, elems });
+        self.parts.push(Factor { source, is_b, at: self.elems, elems });
         self.elems += elems;
     }
 
@@ -211,7 +211,7 @@ impl<'a> Packing<'a> {
         Ok(row)
     }
 
-    fn address(&self, block: u64, part: &Part) -> u64 {
+    fn address(&self, block: u64, part: &Factor) -> u64 {
         block + (part.at * self.weights.dtype().bytes()) as u64
     }
 

@@ -21,7 +21,6 @@ use crate::{
     error::{LoadError, OperandError, SlotError},
     model::Model,
     plan::{Capacity, ExpertsPlan, ForwardPlan, LinearPlan, PlanError, WorkspaceBytes},
-    routing::Batch,
     sizes::product,
     slots::{Bounds, Contents, SlotInfo, Slots, Usage},
 };
@@ -357,16 +356,6 @@ impl WeightTable {
         let Shared { slots, .. } = &*self.shared;
         // Every slot of the pool is one of the table.
         let _ = slots.take(&mut slots.lock(), slot);
-    }
-
-    /// Rejects adapters that have been unloaded or replaced, or are in another table. Takes no lock. The operations of
-    /// a step check the slots of its batch by themselves; with slots in device memory, an engine checks those that it
-    /// meant after the operations: if that passes, every operation was enqueued before any of these slots changed.
-    ///
-    /// # Errors
-    /// [`SlotError::Gone`] for the first adapter that is no longer in its slot.
-    pub fn check(&self, slots: impl IntoIterator<Item = Slot>) -> Result<(), SlotError> {
-        self.shared.slots.check(slots)
     }
 
     /// Memory use of the arena. Besides the factors, a load in progress uses the size of one slot's descriptors.

@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// What came of an attempt to copy an adapter to the device.
-enum Placed {
+enum Outcome {
     /// It is being copied, or the copy failed.
     Done,
     /// It would evict adapters that were used after it was asked for. It stays in host memory.
@@ -49,13 +49,13 @@ impl State {
                 HostPlace::Reading { .. } => {}
                 HostPlace::Absent => no_host = no_host || !self.read(id, may_copy, backend),
                 HostPlace::Ready { .. } if no_device => {}
-                HostPlace::Ready { .. } => match self.place(id, backend) {
-                    Placed::Done => return false,
-                    Placed::Outranked => {
+                HostPlace::Ready { .. } => match self.copy_up(id, backend) {
+                    Outcome::Done => return false,
+                    Outcome::Outranked => {
                         self.adapters.entry(id).and_modify(|entry| entry.is_waiting = false);
                         return false;
                     }
-                    Placed::Blocked => no_device = true,
+                    Outcome::Blocked => no_device = true,
                 },
             }
             may_copy &= self.adapters[&id].host.is_copied_meanwhile();
@@ -126,7 +126,7 @@ impl State {
 
     /// Takes a slot and a block on the device for an adapter. Evicts the least recently used others. Returns its copy
     /// without the source.
-    fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Executor) -> Result<Transfer, Placed> {
+    fn make_room(&mut self, id: AdapterId, bytes: usize, backend: &mut impl Executor) -> Result<Transfer, Outcome> {
         let entry = &self.adapters[&id];
         let last_use = entry.last_use;
         let older = |state: &Self, id| state.rank(id).filter(|&rank| rank < last_use);
@@ -134,40 +134,40 @@ impl State {
             // The last batch is asked for again, even if one of its adapters stands in the way of another.
             let is_last_batch = entry.batch + 1 >= self.batch;
             let is_outranked = !is_last_batch && self.device.could_hold(bytes, |id| self.rank(id).is_some());
-            return Err(if is_outranked { Placed::Outranked } else { Placed::Blocked });
+            return Err(if is_outranked { Outcome::Outranked } else { Outcome::Blocked });
         }
         loop {
             if let Some(copy) = self.device.take(id, bytes) {
                 return Ok(copy);
             }
             let victim = self.device.victim(|id| older(self, id)).filter(|_| backend.may_evict());
-            let Some(victim) = victim else { return Err(Placed::Blocked) };
+            let Some(victim) = victim else { return Err(Outcome::Blocked) };
             self.evict(victim, backend);
             self.counters.evictions += 1;
         }
     }
 
     /// Copies an adapter from host memory to the device, if there is room.
-    fn place(&mut self, id: AdapterId, backend: &mut impl Executor) -> Placed {
-        let Some(entry) = self.adapters.get(&id) else { return Placed::Done };
-        let HostPlace::Ready { block } = &entry.host else { return Placed::Blocked };
+    fn copy_up(&mut self, id: AdapterId, backend: &mut impl Executor) -> Outcome {
+        let Some(entry) = self.adapters.get(&id) else { return Outcome::Done };
+        let HostPlace::Ready { block } = &entry.host else { return Outcome::Blocked };
         let (from, bytes) = (block.offset()..block.offset() + entry.bytes, entry.bytes);
         let copy = match self.make_room(id, bytes, backend) {
             Ok(copy) => Transfer { from, ..copy },
-            Err(placed) => return placed,
+            Err(outcome) => return outcome,
         };
         match backend.copy(&copy) {
-            Ok(()) => self.has_placed(id, &copy),
+            Ok(()) => self.has_enqueued(id, &copy),
             Err(error) => {
                 self.device.evict(copy.slot);
                 self.fail(id, Arc::new(error));
             }
         }
-        Placed::Done
+        Outcome::Done
     }
 
     /// Takes note of a copy that has been enqueued.
-    fn has_placed(&mut self, id: AdapterId, copy: &Transfer) {
+    fn has_enqueued(&mut self, id: AdapterId, copy: &Transfer) {
         self.counters.copies += 1;
         self.counters.copied_bytes += copy.from.len() as u64;
         if let Some(entry) = self.adapters.get_mut(&id) {
@@ -194,7 +194,7 @@ impl State {
                 self.counters.read_bytes += entry.bytes as u64;
                 if let Some(copy) = copy {
                     backend.finish(&copy);
-                    self.has_placed(id, &copy);
+                    self.has_enqueued(id, &copy);
                     self.queue.retain(|&other| other != id);
                 }
             }
