@@ -12,7 +12,12 @@ use aril::{
 };
 use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr};
 
-use super::{Cuda, Launch, Matrix, MemoryFor as _, launch, launch_blocks, load_with_shared};
+use super::{
+    Cuda, Matrix,
+    functions::load_with_shared,
+    launch::{Launch, launch, launch_blocks},
+    matrix::MemoryFor as _,
+};
 use crate::{
     config::Heads,
     device::{Cache, Places},

@@ -6,7 +6,7 @@ use aril::{
 };
 use cudarc::driver::{CudaEvent, DeviceRepr, ValidAsZeroBits};
 
-use super::{Cuda, Matrix, MemoryFor as _, launch_blocks, nccl::Nccl};
+use super::{Cuda, Matrix, launch::launch_blocks, matrix::MemoryFor as _, nccl::Nccl};
 use crate::{
     device::Draw,
     error::{Result, bail},

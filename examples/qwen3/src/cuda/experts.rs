@@ -11,7 +11,11 @@ use crate::kernels::{
     route,
 };
 
-use super::{Cuda, Launch, Matrix, launch, launch_blocks, load_with_shared};
+use super::{
+    Cuda, Matrix,
+    functions::load_with_shared,
+    launch::{Launch, launch, launch_blocks},
+};
 use crate::{
     device::Device as _,
     error::Result,

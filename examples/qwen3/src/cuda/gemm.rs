@@ -17,7 +17,7 @@ use cudarc::{
     driver::DeviceRepr,
 };
 
-use super::{Matrix, MemoryFor as _};
+use super::{Matrix, matrix::MemoryFor as _};
 use crate::error::{Context, Result, bail};
 
 /// What NVIDIA recommends for Hopper.
