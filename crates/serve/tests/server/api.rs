@@ -122,7 +122,7 @@ async fn limits_are_errors_that_lose_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ending_drains_the_requests() {
-    let server = Server::start(&[]).await;
+    let server = Server::start(&["--drain-seconds", "120"]).await;
     let body = json!({ "model": "base", "prompt": QUESTION, "max_tokens": 300, "ignore_eos": true, "stream": true });
     let stream = server.send("/v1/completions", body.to_string()).await;
     let ended = tokio::spawn(server.running.shut_down());
