@@ -82,9 +82,6 @@ struct Cli {
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     dtype: Option<DTypeArg>,
-    /// The most tokens, prompts and answers of all requests together, that the cache has room for
-    #[arg(long, value_name = "N", default_value_t = 65_536)]
-    max_batch_total_tokens: usize,
     /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do not fit in it
     /// together run in several batches [default: all adapters on the device]
     #[arg(long, value_name = "N")]
@@ -251,11 +248,6 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let checker = Checker { config: &config, model, tokenizer: tokenizer.as_ref(), adapters: names, max_new_tokens };
     let subject = requests.as_deref().unwrap_or(Path::new("the default requests"));
     let requests = checker.check(&written).context(subject.display())?;
-    let tokens: usize = requests.iter().map(|request| request.prompt.len() + max_new_tokens).sum();
-    if tokens > cli.max_batch_total_tokens {
-        let (subject, most) = (subject.display(), cli.max_batch_total_tokens);
-        bail!("{subject}: prompts and answers take up to {tokens} tokens; --max-batch-total-tokens is {most}");
-    }
 
     let job = Job {
         device: cli.device.unwrap_or_else(default_device),

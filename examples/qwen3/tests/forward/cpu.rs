@@ -11,19 +11,21 @@ use serde_json::json;
 
 const DEVICE: &str = "cpu";
 
-#[test]
-fn f32_reproduces_the_goldens() {
-    goldens::f32_reproduces_the_goldens(DEVICE);
-}
-
-#[test]
-fn bf16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "bf16");
-}
-
-#[test]
-fn f16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "f16");
+tests! {
+    doc = "On the CPU.":
+    f32_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "f32");
+    bf16_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "bf16");
+    f16_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "f16");
+    base_models_reproduce_the_goldens => goldens::base_models_reproduce_the_goldens(DEVICE);
+    every_adapter_changes_what_the_base_model_says => goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
+    base_requests_keep_every_bit_whatever_adapters_are_there => goldens::base_requests_keep_every_bit(DEVICE, &BATCHES);
+    a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
+    a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &POOL);
+    int4_differs_by_the_rounding_of_its_weights_alone => moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
+    groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
+    experts_of_any_size_verify => moe::experts_are_those_of_the_cpu(DEVICE);
+    every_form_of_an_adapter_gives_the_same =>
+        forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", 0.0), ("bf16", 0.0), ("f16", 0.0)], &[]);
 }
 
 /// The golden's files, changed by `edit`.
@@ -55,41 +57,6 @@ fn logits_that_differ_do_not_hold() {
     hold_edited(|answer| answer.logits[answer.vocab + 3] += 0.5);
 }
 
-#[test]
-fn base_models_reproduce_the_goldens() {
-    goldens::base_models_reproduce_the_goldens(DEVICE);
-}
-
-#[test]
-fn every_adapter_changes_what_the_base_model_says() {
-    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
-}
-
-#[test]
-fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &BATCHES);
-}
-
-#[test]
-fn a_scale_multiplies_the_adapters_own() {
-    goldens::a_scale_multiplies_the_adapters_own(DEVICE);
-}
-
-#[test]
-fn int4_differs_by_the_rounding_of_its_weights_alone() {
-    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
-}
-
-#[test]
-fn groups_of_128_are_what_they_unpack_to() {
-    moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
-}
-
-#[test]
-fn every_form_of_an_adapter_gives_the_same() {
-    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", 0.0), ("bf16", 0.0), ("f16", 0.0)]);
-}
-
 /// The weights of a token's experts are then the softmax over all experts, and do not add up to 1.
 #[test]
 fn what_experts_weigh_need_not_be_normalized() {
@@ -99,16 +66,6 @@ fn what_experts_weigh_need_not_be_normalized() {
     let (model, batch) = (model.display().to_string(), "moe-unnormalized");
     let answers = run(DEVICE, &model, &all_in("adapters-moe"), "f32", &requests(batch), true);
     goldens::hold_f32(DEVICE, batch, &answers, &goldens::golden(batch, "f32"));
-}
-
-#[test]
-fn experts_of_any_size_verify() {
-    moe::experts_are_those_of_the_cpu(DEVICE);
-}
-
-#[test]
-fn a_pool_reproduces_the_goldens() {
-    goldens::a_pool_reproduces_the_goldens(DEVICE);
 }
 
 #[test]

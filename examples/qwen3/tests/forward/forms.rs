@@ -9,12 +9,7 @@ use super::goldens::{Answer, all_in, golden_in, hold_f32, largest_difference, ru
 /// All forms of an adapter give the result of the trained one, and PEFT's conversions give PEFT's result.
 ///
 /// On the CPU, results and images are bit-identical, so the tolerance of each type is 0.
-pub(crate) fn every_form_of_an_adapter_gives_the_same(device: &str, dtypes: &[(&str, f32)]) {
-    every_form_of_an_adapter_gives_the_same_with(device, dtypes, &[]);
-}
-
-/// The same, with further arguments.
-pub(crate) fn every_form_of_an_adapter_gives_the_same_with(device: &str, dtypes: &[(&str, f32)], further: &[&str]) {
+pub(crate) fn every_form_of_an_adapter_gives_the_same(device: &str, dtypes: &[(&str, f32)], further: &[&str]) {
     let folders = ["adapters-moe", "adapters-moe-router", "adapters-moe-forms"].map(all_in).concat();
     let names = folders.iter().map(|folder| folder.file_name().and_then(|name| name.to_str()).expect("it is UTF-8"));
     let names: Vec<&str> = names.collect();

@@ -23,12 +23,6 @@ pub(crate) const FLOOR: f32 = 0.5;
 /// The last three are a model with experts, the same with weights in 4 bits, and with adapters that change its routers.
 pub(crate) const BATCHES: [&str; 7] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-router"];
 
-pub(crate) fn f32_reproduces_the_goldens(device: &'static str) {
-    for batch in BATCHES {
-        hold_f32(device, batch, &answers(device, batch, "f32"), &golden(batch, "f32"));
-    }
-}
-
 /// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and 0.023, for
 /// models with experts on the CPU. Each side's rounding alone may reach these bounds.
 fn most_by_rounding(dtype: &str) -> f32 {
@@ -57,76 +51,63 @@ const RANKS: [(&str, usize); 10] = [
 const EXPERT_PARALLEL: [(&str, usize); 5] =
     [("moe", 2), ("moe-int4", 2), ("moe-router", 2), ("moe", 4), ("moe-int4", 4)];
 
-/// The goldens, on groups of up to so many ranks.
-pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, most: usize) {
-    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks <= most) {
-        let (model, adapters) = models(batch);
-        let further = ["--tp", &ranks.to_string()];
-        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
-        hold_f32(device, batch, &answers, &golden(batch, "f32"));
-    }
+/// How the ranks of a group split a model and its adapters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Split {
+    Plain,
+    /// Each rank has a part of both factors of each linear layer.
+    FullySharded,
+    /// Each rank has some of the experts.
+    ExpertParallel,
 }
 
-/// The goldens in 16 bits, on two ranks.
-pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
-    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
-        let (model, adapters) = models(batch);
-        let further = ["--tp", &ranks.to_string(), "--verify"];
-        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
-        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
-    }
-}
-
-/// The goldens, on ranks that have a part of both factors of each linear layer.
-pub(crate) fn fully_sharded_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
-    let ranks = RANKS.into_iter().map(|(batch, ranks)| (batch, ranks, &[][..]));
-    let further: [(&str, usize, &[&str]); 3] =
-        [("moe", 2, &["--ep"]), ("mixed", 2, &["--arena-mib", "3"]), ("moe", 2, &["--ep", "--arena-mib", "3"])];
-    for (batch, ranks, further) in ranks.chain(further).filter(|&(_, ranks, _)| ranks <= most) {
-        let ((model, adapters), ranks) = (models(batch), ranks.to_string());
-        let further = [&["--tp", &ranks, "--fully-sharded-loras"], further].concat();
-        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
-        hold_f32(device, batch, &answers, &golden(batch, "f32"));
-    }
-}
-
-/// The same in 16 bits, on two ranks.
-pub(crate) fn fully_sharded_ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
-    for (batch, ranks) in RANKS.into_iter().filter(|&(_, ranks)| ranks == 2) {
-        let (model, adapters) = models(batch);
-        let further = ["--tp", &ranks.to_string(), "--fully-sharded-loras", "--verify"];
-        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
-        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
-    }
-}
-
-/// The goldens of models with experts, on ranks that have some of the experts each.
-pub(crate) fn expert_parallel_ranks_reproduce_the_goldens(device: &'static str, most: usize) {
-    for (batch, ranks) in EXPERT_PARALLEL.into_iter().filter(|&(_, ranks)| ranks <= most) {
-        let (model, adapters) = models(batch);
-        for pool in [&[][..], &["--arena-mib", "3"]] {
-            let ranks = ranks.to_string();
-            let further = [&["--tp", &ranks, "--ep"], pool].concat();
-            let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
-            hold_f32(device, batch, &answers, &golden(batch, "f32"));
+impl Split {
+    fn switches(self) -> &'static [&'static str] {
+        match self {
+            Self::Plain => &[],
+            Self::FullySharded => &["--fully-sharded-loras"],
+            Self::ExpertParallel => &["--ep"],
         }
     }
 }
 
-/// The same in 16 bits, on two ranks.
-pub(crate) fn expert_parallel_ranks_reproduce_within_rounding(device: &'static str, dtype: &'static str) {
-    for (batch, _) in EXPERT_PARALLEL.into_iter().filter(|&(_, ranks)| ranks == 2) {
-        let (model, adapters) = models(batch);
-        let further = ["--tp", "2", "--ep", "--verify"];
-        let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), &further);
-        hold_rounded(device, batch, dtype, &answers, &golden(batch, dtype));
+/// The goldens, on groups of up to so many ranks.
+pub(crate) fn ranks_reproduce_the_goldens(device: &'static str, split: Split, most: usize) {
+    const POOLS: [&[&str]; 2] = [&[], &["--arena-mib", "3"]];
+    let plain = || RANKS.into_iter().map(|(batch, ranks)| (batch, ranks, POOLS[0]));
+    let of_sharded: [(&str, usize, &[&str]); 3] =
+        [("moe", 2, &["--ep"]), ("mixed", 2, POOLS[1]), ("moe", 2, &["--ep", "--arena-mib", "3"])];
+    let of_experts = EXPERT_PARALLEL.into_iter().flat_map(|(batch, ranks)| POOLS.map(|pool| (batch, ranks, pool)));
+    let runs: Vec<_> = match split {
+        Split::Plain => plain().collect(),
+        Split::FullySharded => plain().chain(of_sharded).collect(),
+        Split::ExpertParallel => of_experts.collect(),
+    };
+    for (batch, ranks, further) in runs.into_iter().filter(|&(_, ranks, _)| ranks <= most) {
+        hold_with(device, batch, "f32", &[&["--tp", &ranks.to_string()], split.switches(), further].concat());
     }
 }
 
-/// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
-pub(crate) fn reproduces_within_rounding(device: &'static str, dtype: &'static str) {
+/// The goldens in 16 bits, on two ranks.
+pub(crate) fn ranks_reproduce_within_rounding(device: &'static str, split: Split, dtypes: &[&str]) {
+    let runs = if split == Split::ExpertParallel { &EXPERT_PARALLEL[..] } else { &RANKS };
+    for (batch, _) in runs.iter().filter(|&&(_, ranks)| ranks == 2) {
+        for dtype in dtypes {
+            hold_with(device, batch, dtype, &[&["--tp", "2", "--verify"], split.switches()].concat());
+        }
+    }
+}
+
+/// Runs a batch with further arguments, and holds it to its golden.
+fn hold_with(device: &str, batch: &str, dtype: &str, further: &[&str]) {
+    let (model, adapters) = models(batch);
+    let answers = run_with(device, model, &all_in(adapters), dtype, &requests(batch), further);
+    hold(device, batch, dtype, &answers, &golden(batch, dtype));
+}
+
+pub(crate) fn reproduces_the_goldens(device: &'static str, dtype: &'static str) {
     for batch in BATCHES {
-        hold_rounded(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
+        hold(device, batch, dtype, &answers(device, batch, dtype), &golden(batch, dtype));
     }
 }
 
@@ -138,11 +119,15 @@ pub(crate) fn base_models_reproduce_the_goldens(device: &'static str) {
             let answers = run(device, models(batch).0, &[], dtype, &requests, true);
             let mut golden: Vec<_> = golden(batch, dtype).into_iter().map(Some).collect();
             let expected: Vec<_> = places.iter().filter_map(|&index| golden[index].take()).collect();
-            match dtype {
-                "f32" => hold_f32(device, batch, &answers, &expected),
-                _ => hold_rounded(device, batch, dtype, &answers, &expected),
-            }
+            hold(device, batch, dtype, &answers, &expected);
         }
+    }
+}
+
+fn hold(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
+    match dtype {
+        "f32" => hold_f32(device, batch, answers, expected),
+        _ => hold_rounded(device, batch, dtype, answers, expected),
     }
 }
 
@@ -156,6 +141,7 @@ pub(crate) fn hold_f32(device: &str, batch: &str, answers: &[Answer], expected: 
     report(device, batch, "f32", answers, expected);
 }
 
+/// A token may differ only at a tie, where the golden token leads by less than both sides' rounding.
 pub(crate) fn hold_rounded(device: &str, batch: &str, dtype: &str, answers: &[Answer], expected: &[Answer]) {
     assert_eq!(answers.len(), expected.len());
     for (index, (answer, golden)) in answers.iter().zip(expected).enumerate() {
@@ -201,7 +187,7 @@ pub(crate) fn every_adapter_changes_what_the_base_model_says(device: &'static st
     }
 }
 
-pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &'static str, batches: &[&'static str]) {
+pub(crate) fn base_requests_keep_every_bit(device: &'static str, batches: &[&'static str]) {
     for &batch in batches {
         let with = answers(device, batch, "bf16");
         let (base, requests) = base_requests(batch);
@@ -212,24 +198,14 @@ pub(crate) fn base_requests_keep_every_bit_whatever_adapters_are_there(device: &
     }
 }
 
-/// Arguments for a pool in which the adapters of the batch `mixed` do not fit together, in f32.
+/// Arguments for a pool in which the adapters of the batch `mixed` do not fit together, in f32, and for one on each of two ranks.
 pub(crate) const POOL: [&str; 2] = ["--arena-mib", "4"];
+pub(crate) const POOLS: [&str; 4] = ["--tp", "2", "--arena-mib", "3"];
 
-pub(crate) fn a_pool_reproduces_the_goldens(device: &'static str) {
+/// With a pool, on one rank or on several that have one each, in which the adapters do not fit together.
+pub(crate) fn pools_reproduce_the_goldens(device: &'static str, arguments: &[&str]) {
     for batch in ["mixed", "moe"] {
-        let (model, adapters) = models(batch);
-        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &POOL);
-        hold_f32(device, batch, &answers, &golden(batch, "f32"));
-    }
-}
-
-/// The same on two ranks, each with a pool that they do not fit in together either.
-pub(crate) fn pools_of_ranks_reproduce_the_goldens(device: &'static str) {
-    for batch in ["mixed", "moe"] {
-        let (model, adapters) = models(batch);
-        let further = ["--tp", "2", "--arena-mib", "3"];
-        let answers = run_with(device, model, &all_in(adapters), "f32", &requests(batch), &further);
-        hold_f32(device, batch, &answers, &golden(batch, "f32"));
+        hold_with(device, batch, "f32", arguments);
     }
 }
 

@@ -100,7 +100,12 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
             let sizes = Sizes { top_k, ..sizes };
             let files = Files::new();
             let model = files.random_model("model", sizes, group);
-            let [here, cpu] = [device, "cpu"].map(|device| run(device, &model, &[], dtype, &questions(), true));
+            let here = run(device, &model, &[], dtype, &questions(), true);
+            if device == "cpu" {
+                // `--verify` has checked it.
+                continue;
+            }
+            let cpu = run("cpu", &model, &[], dtype, &questions(), true);
             for (index, (here, cpu)) in here.iter().zip(&cpu).enumerate() {
                 // A random model's greedy tokens soon diverge.
                 let [a, b] = [here, cpu].map(|answer| &answer.logits[..answer.vocab]);

@@ -4,13 +4,16 @@ use std::{
     env,
     ffi::OsString,
     io::Read,
-    net::TcpListener,
+    mem,
+    net::{Ipv4Addr, SocketAddrV4},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
     sync::{LazyLock, mpsc},
     thread,
     time::{Duration, Instant},
 };
+
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 
 /// The repository.
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
@@ -84,10 +87,15 @@ fn read(mut pipe: impl Read + Send + 'static) -> mpsc::Receiver<Vec<u8>> {
     all
 }
 
-/// A port that was free a moment ago.
-pub(crate) fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    listener.local_addr().expect("it is bound").port()
+/// A port for rank 0. Nobody else gets it: a socket that does not listen stays bound to it until this process ends.
+pub(crate) fn port() -> u16 {
+    let socket = net::socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+    let socket = socket.expect("there is a socket");
+    sockopt::set_socket_reuseaddr(&socket, true).expect("it is a socket");
+    net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
+    let address = net::getsockname(&socket).and_then(SocketAddrV4::try_from).expect("it is bound");
+    mem::forget(socket);
+    address.port()
 }
 
 /// The example: the file that `ARIL_QWEN3_BIN` names, or else a new build. (`cargo test --test` builds no examples, and would use a

@@ -14,23 +14,29 @@ use safetensors::Dtype;
 
 use super::{
     files::{self, Files},
-    forms, goldens, moe,
-    process::{END_LIMIT, end, fixture, free_port, qwen3, start_rank},
+    forms,
+    goldens::{self, POOLS, Split},
+    moe,
+    process::{END_LIMIT, end, fixture, port, qwen3, start_rank},
 };
 
-#[test]
-fn ranks_reproduce_the_goldens() {
-    goldens::ranks_reproduce_the_goldens("cpu", 5);
-}
-
-#[test]
-fn ranks_reproduce_the_goldens_within_rounding() {
-    goldens::ranks_reproduce_within_rounding("cpu", "bf16");
-}
-
-#[test]
-fn pools_of_ranks_reproduce_the_goldens() {
-    goldens::pools_of_ranks_reproduce_the_goldens("cpu");
+tests! {
+    doc = "On the CPU.":
+    ranks_reproduce_the_goldens => goldens::ranks_reproduce_the_goldens("cpu", Split::Plain, 5);
+    ranks_with_experts_of_their_own_reproduce_the_goldens =>
+        goldens::ranks_reproduce_the_goldens("cpu", Split::ExpertParallel, 4);
+    fully_sharded_ranks_reproduce_the_goldens => goldens::ranks_reproduce_the_goldens("cpu", Split::FullySharded, 5);
+    ranks_reproduce_the_goldens_within_rounding =>
+        goldens::ranks_reproduce_within_rounding("cpu", Split::Plain, &["bf16"]);
+    ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding =>
+        goldens::ranks_reproduce_within_rounding("cpu", Split::ExpertParallel, &["bf16"]);
+    fully_sharded_ranks_reproduce_the_goldens_within_rounding =>
+        goldens::ranks_reproduce_within_rounding("cpu", Split::FullySharded, &["bf16"]);
+    pools_of_ranks_reproduce_the_goldens => goldens::pools_reproduce_the_goldens("cpu", &POOLS);
+    ranks_with_experts_of_their_own_serve_every_form_of_an_adapter => ["2", "4"].into_iter().for_each(|ranks| {
+        forms::every_form_of_an_adapter_gives_the_same("cpu", &[("f32", 0.0)], &["--tp", ranks, "--ep"]);
+    });
+    ranks_with_different_numbers_of_experts_are_one_rank => moe::expert_parallel_ranks_are_one_rank("cpu");
 }
 
 /// Adapters that do not fit together are swapped on all ranks, and one that fits on none is refused.
@@ -95,28 +101,13 @@ fn an_adapter_that_one_rank_cannot_load_is_loaded_by_none() {
 
 #[test]
 fn processes_are_ranks() {
-    let port = free_port();
+    let port = port();
     let ranks: Vec<Child> = (0..2).map(|rank| start(rank, port, &["--verify"])).collect();
     let outputs: Vec<(Option<i32>, String, String)> = ranks.into_iter().map(end).collect();
     let [(first, text, first_error), (second, nothing, second_error)] = &outputs[..] else { unreachable!("two ranks") };
     assert_eq!((first, second), (&Some(0), &Some(0)), "{first_error}{second_error}");
     assert!(text.contains("2 ranks") && text.contains("passes"), "{text}");
     assert_eq!(nothing, "");
-}
-
-#[test]
-fn ranks_with_experts_of_their_own_reproduce_the_goldens() {
-    goldens::expert_parallel_ranks_reproduce_the_goldens("cpu", 4);
-}
-
-#[test]
-fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
-    goldens::expert_parallel_ranks_reproduce_within_rounding("cpu", "bf16");
-}
-
-#[test]
-fn fully_sharded_ranks_reproduce_the_goldens() {
-    goldens::fully_sharded_ranks_reproduce_the_goldens("cpu", 5);
 }
 
 /// An arena that is too small for a rank's part of one factor and all of the other.
@@ -129,23 +120,6 @@ fn fully_sharded_ranks_hold_a_part_of_both_factors() {
     let output = qwen3(args.into_iter().chain(["--fully-sharded-loras"]));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");
-}
-
-#[test]
-fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
-    goldens::fully_sharded_ranks_reproduce_within_rounding("cpu", "bf16");
-}
-
-#[test]
-fn ranks_with_experts_of_their_own_serve_every_form_of_an_adapter() {
-    for ranks in ["2", "4"] {
-        forms::every_form_of_an_adapter_gives_the_same_with("cpu", &[("f32", 0.0)], &["--tp", ranks, "--ep"]);
-    }
-}
-
-#[test]
-fn ranks_with_different_numbers_of_experts_are_one_rank() {
-    moe::expert_parallel_ranks_are_one_rank("cpu");
 }
 
 #[test]
@@ -180,7 +154,7 @@ fn ranks_that_split_the_model_differently_are_refused() {
     let model = fixture("qwen3-moe").display().to_string();
     let args = ["--device", "cpu", "--tp", "2", "--max-new-tokens", "2", "--model", &model];
     for switch in ["--ep", "--fully-sharded-loras"] {
-        let (port, of_ranks) = (free_port(), [vec![], vec![switch]]);
+        let (port, of_ranks) = (port(), [vec![], vec![switch]]);
         let start = |(rank, own): (usize, &Vec<&str>)| start_rank((rank, 2), port, &[&args[..], own].concat());
         let ranks: Vec<Child> = of_ranks.iter().enumerate().map(start).collect();
         for (code, _, error) in ranks.into_iter().map(end) {
@@ -193,14 +167,14 @@ fn ranks_that_split_the_model_differently_are_refused() {
 
 #[test]
 fn a_rank_that_does_not_come_ends_the_others() {
-    let (code, _, error) = end(start(0, free_port(), &["--tp-seconds", "1"]));
+    let (code, _, error) = end(start(0, port(), &["--tp-seconds", "1"]));
     assert_eq!(code, Some(2));
     assert!(error.contains("rank 1 has not come within 1s"), "{error}");
 }
 
 #[test]
 fn a_rank_of_another_group_is_refused() {
-    let port = free_port();
+    let port = port();
     let first = start(0, port, &[]);
     let _stranger = come(port, 1, 3);
     let (code, _, error) = end(first);
@@ -211,7 +185,7 @@ fn a_rank_of_another_group_is_refused() {
 /// In the middle of a step: after it has sent its part of an all-reduce, and before it has taken the sum.
 #[test]
 fn a_rank_that_dies_ends_the_others() {
-    let port = free_port();
+    let port = port();
     let first = start(0, port, &[]);
     let mut second = come(port, 1, 2);
     exchange(&mut second);
@@ -223,7 +197,7 @@ fn a_rank_that_dies_ends_the_others() {
 
 #[test]
 fn a_rank_that_hangs_ends_the_others() {
-    let port = free_port();
+    let port = port();
     let first = start(0, port, &["--tp-seconds", "1"]);
     let mut second = come(port, 1, 2);
     exchange(&mut second);
@@ -234,7 +208,7 @@ fn a_rank_that_hangs_ends_the_others() {
 
 #[test]
 fn ranks_that_do_different_things_are_told() {
-    let port = free_port();
+    let port = port();
     let first = start(0, port, &[]);
     let mut second = come(port, 1, 2);
     second.write_all(&[3_u64.to_le_bytes().as_slice(), b"abc"].concat()).expect("rank 0 listens");

@@ -12,53 +12,23 @@ use crate::{
 
 const DEVICE: &str = "cuda";
 
-#[test]
-#[ignore = "needs a GPU"]
-fn f32_reproduces_the_goldens() {
-    goldens::f32_reproduces_the_goldens(DEVICE);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn bf16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "bf16");
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn f16_reproduces_the_goldens() {
-    goldens::reproduces_within_rounding(DEVICE, "f16");
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn base_models_reproduce_the_goldens() {
-    goldens::base_models_reproduce_the_goldens(DEVICE);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn every_adapter_changes_what_the_base_model_says() {
-    goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
-}
-
-/// For batches without adapters only: cuBLASLt's bits depend on the shape of the batch.
-#[test]
-#[ignore = "needs a GPU"]
-fn base_requests_keep_every_bit_whatever_adapters_are_there() {
-    goldens::base_requests_keep_every_bit_whatever_adapters_are_there(DEVICE, &["base-only"]);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn a_scale_multiplies_the_adapters_own() {
-    goldens::a_scale_multiplies_the_adapters_own(DEVICE);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn a_pool_reproduces_the_goldens() {
-    goldens::a_pool_reproduces_the_goldens(DEVICE);
+tests! {
+    ignore = "needs a GPU":
+    f32_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "f32");
+    bf16_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "bf16");
+    f16_reproduces_the_goldens => goldens::reproduces_the_goldens(DEVICE, "f16");
+    base_models_reproduce_the_goldens => goldens::base_models_reproduce_the_goldens(DEVICE);
+    every_adapter_changes_what_the_base_model_says => goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
+    // For batches without adapters only: cuBLASLt's bits depend on the shape of the batch.
+    base_requests_keep_every_bit_whatever_adapters_are_there => goldens::base_requests_keep_every_bit(DEVICE, &["base-only"]);
+    a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
+    a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &goldens::POOL);
+    int4_differs_by_the_rounding_of_its_weights_alone =>
+        moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, goldens::F32_TOLERANCE);
+    groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, goldens::F32_TOLERANCE);
+    experts_are_those_of_the_cpu => moe::experts_are_those_of_the_cpu(DEVICE);
+    every_form_of_an_adapter_gives_the_same =>
+        forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", goldens::F32_TOLERANCE)], &[]);
 }
 
 /// The example repeats batches with adapters on a model that never had one, and reports what is equal.
@@ -87,30 +57,6 @@ fn without_arguments_every_small_model_runs_and_verifies() {
     for model in ["qwen3: ", "qwen3-moe: ", "qwen3-moe-int4: "] {
         assert!(stdout.lines().any(|line| line.starts_with(model)), "{stdout}");
     }
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn every_form_of_an_adapter_gives_the_same() {
-    forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", goldens::F32_TOLERANCE)]);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn groups_of_128_are_what_they_unpack_to() {
-    moe::groups_of_128_are_what_they_unpack_to(DEVICE, goldens::F32_TOLERANCE);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn int4_differs_by_the_rounding_of_its_weights_alone() {
-    moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, goldens::F32_TOLERANCE);
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn experts_are_those_of_the_cpu() {
-    moe::experts_are_those_of_the_cpu(DEVICE);
 }
 
 #[test]

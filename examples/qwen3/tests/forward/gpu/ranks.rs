@@ -10,8 +10,9 @@ use cudarc::driver::CudaContext;
 
 use crate::{
     files::{self, Files, edit},
-    goldens, moe,
-    process::{end, fixture, free_port, qwen3, start_rank},
+    goldens::{self, POOLS, Split},
+    moe,
+    process::{end, fixture, port, qwen3, start_rank},
 };
 
 /// The GPUs, of which there are two at least.
@@ -21,64 +22,31 @@ fn gpus() -> usize {
     count
 }
 
-#[test]
-#[ignore = "needs two GPUs"]
-fn ranks_reproduce_the_goldens() {
-    goldens::ranks_reproduce_the_goldens("cuda", gpus());
-}
-
-#[test]
-#[ignore = "needs two GPUs"]
-fn ranks_reproduce_the_goldens_within_rounding() {
+/// Runs a test, which needs two GPUs, in 16 bits.
+fn within_rounding(split: Split) {
     gpus();
-    for dtype in ["bf16", "f16"] {
-        goldens::ranks_reproduce_within_rounding("cuda", dtype);
-    }
+    goldens::ranks_reproduce_within_rounding("cuda", split, &["bf16", "f16"]);
 }
 
-#[test]
-#[ignore = "needs two GPUs"]
-fn ranks_with_experts_of_their_own_reproduce_the_goldens() {
-    goldens::expert_parallel_ranks_reproduce_the_goldens("cuda", gpus());
-}
-
-#[test]
-#[ignore = "needs two GPUs"]
-fn ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding() {
-    gpus();
-    for dtype in ["bf16", "f16"] {
-        goldens::expert_parallel_ranks_reproduce_within_rounding("cuda", dtype);
-    }
-}
-
-#[test]
-#[ignore = "needs two GPUs"]
-fn fully_sharded_ranks_reproduce_the_goldens() {
-    goldens::fully_sharded_ranks_reproduce_the_goldens("cuda", gpus());
-}
-
-#[test]
-#[ignore = "needs two GPUs"]
-fn fully_sharded_ranks_reproduce_the_goldens_within_rounding() {
-    gpus();
-    for dtype in ["bf16", "f16"] {
-        goldens::fully_sharded_ranks_reproduce_within_rounding("cuda", dtype);
-    }
-}
-
-/// Also with so many routes that deltas are added before the activation and the combine.
-#[test]
-#[ignore = "needs two GPUs"]
-fn ranks_with_different_numbers_of_experts_are_one_rank() {
-    gpus();
-    moe::expert_parallel_ranks_are_one_rank("cuda");
-}
-
-#[test]
-#[ignore = "needs two GPUs"]
-fn pools_of_ranks_reproduce_the_goldens() {
-    gpus();
-    goldens::pools_of_ranks_reproduce_the_goldens("cuda");
+tests! {
+    ignore = "needs two GPUs":
+    ranks_reproduce_the_goldens => goldens::ranks_reproduce_the_goldens("cuda", Split::Plain, gpus());
+    ranks_with_experts_of_their_own_reproduce_the_goldens =>
+        goldens::ranks_reproduce_the_goldens("cuda", Split::ExpertParallel, gpus());
+    fully_sharded_ranks_reproduce_the_goldens =>
+        goldens::ranks_reproduce_the_goldens("cuda", Split::FullySharded, gpus());
+    ranks_reproduce_the_goldens_within_rounding => within_rounding(Split::Plain);
+    ranks_with_experts_of_their_own_reproduce_the_goldens_within_rounding => within_rounding(Split::ExpertParallel);
+    fully_sharded_ranks_reproduce_the_goldens_within_rounding => within_rounding(Split::FullySharded);
+    pools_of_ranks_reproduce_the_goldens => {
+        gpus();
+        goldens::pools_reproduce_the_goldens("cuda", &POOLS)
+    };
+    // Also with so many routes that deltas are added before the activation and the combine.
+    ranks_with_different_numbers_of_experts_are_one_rank => {
+        gpus();
+        moe::expert_parallel_ranks_are_one_rank("cuda")
+    };
 }
 
 #[test]
@@ -134,7 +102,7 @@ fn a_killed_rank_ends_the_others() {
     let args = long_run(&files);
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let start_all = || {
-        let port = free_port();
+        let port = port();
         [0, 1].map(|rank| start_rank((rank, 2), port, &args))
     };
     // The first run also warms caches.
