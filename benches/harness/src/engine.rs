@@ -1,4 +1,5 @@
-//! The figures of the reference engine, which `figures` and the load of `aril-serve` write: prefills, decode steps, and a server under a trace of requests.
+//! The figures of the reference engine, which `figures` and the load of `aril-serve` write: prefills, decode steps, and
+//! a server under a trace of requests.
 
 use std::path::Path;
 
@@ -149,6 +150,13 @@ pub struct Trace {
 }
 
 impl Record {
+    /// Adds a run to the record in a file, or begins one.
+    pub fn add(path: &Path, run: Run) -> Result<()> {
+        let mut record: Self = if path.exists() { results::load(path)? } else { Self::default() };
+        record.runs.push(run);
+        results::save(&record, path)
+    }
+
     /// The record in a folder, if it has one.
     pub fn load(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(FILE);

@@ -17,6 +17,7 @@ use std::{
 };
 
 use aril_bench::{
+    engine::{self, Meta, Record, Run},
     report::percentile,
     trace::{Request, Trace},
 };
@@ -26,7 +27,6 @@ use futures_util::StreamExt as _;
 use half::bf16;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use safetensors::{Dtype, tensor::TensorView};
-use serde::Serialize;
 use serde_json::{Value, json};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -62,26 +62,6 @@ struct Arguments {
     /// Adds the figures to a record, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-}
-
-/// The figures of a trace.
-#[derive(Debug, Serialize)]
-struct Figures {
-    model: String,
-    /// Adapters that requests were for; 0 for the base model alone.
-    adapters: u32,
-    rank: usize,
-    zipf: f64,
-    requests: usize,
-    rate: Option<f64>,
-    requests_per_s: f64,
-    tokens_per_s: f64,
-    first_token_p50_ms: f64,
-    first_token_p99_ms: f64,
-    between_tokens_p50_ms: f64,
-    between_tokens_p99_ms: f64,
-    /// Copies of adapters to the device.
-    loads: f64,
 }
 
 /// When the tokens of a request arrived, after it was sent.
@@ -131,7 +111,7 @@ async fn main() -> Result<()> {
         }
         first.sort_by(f64::total_cmp);
         between.sort_by(f64::total_cmp);
-        let figures = Figures {
+        let figures = engine::Trace {
             model: model.clone(),
             adapters: if is_base { 0 } else { adapters },
             rank: if is_base { 0 } else { rank },
@@ -150,19 +130,10 @@ async fn main() -> Result<()> {
         all.push(figures);
     }
     if let Some(path) = out {
-        let mut records: Value = match fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text)?,
-            Err(_) => json!({ "runs": [] }),
-        };
-        let meta = json!({
-            "gpu": gpu,
-            "aril": env!("CARGO_PKG_VERSION"),
-            "commit": option_env!("ARIL_COMMIT"),
-            "seconds": started.elapsed().as_secs_f64(),
-        });
-        let runs = records["runs"].as_array_mut().ok_or("the record has no runs")?;
-        runs.push(json!({ "meta": meta, "traces": all }));
-        fs::write(path, records.to_string())?;
+        let (aril, commit) = (env!("CARGO_PKG_VERSION").to_owned(), option_env!("ARIL_COMMIT").map(str::to_owned));
+        let meta = Meta { gpu, aril, commit, seconds: started.elapsed().as_secs_f64(), ..Meta::default() };
+        let run = Run { meta, traces: all, ..Run::default() };
+        Record::add(&path, run).map_err(|error| error.to_string())?;
     }
     let client = Arc::into_inner(client).ok_or("a request still runs")?;
     Ok(client.running.shut_down().await?)

@@ -15,7 +15,6 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
     path::{Path, PathBuf},
     process::{self, ExitCode},
     sync::Arc,
@@ -43,9 +42,9 @@ use cudarc::{
 use half::bf16;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc::unbounded_channel;
 
+use aril_bench::engine::{self, Run};
 use aril_engine::{
     Changes, Engine, HostTime, Limits, Request, Sampling, Sizes,
     graph::{self, Captured, Drawn, OfStack, Tables, Variant},
@@ -157,23 +156,11 @@ struct Arguments {
     out: Option<PathBuf>,
 }
 
-/// Runs of this program, and of others that write to the same record.
-#[derive(Default, Deserialize, Serialize)]
-struct Records {
-    runs: Vec<serde_json::Value>,
-}
-
-/// The figures of a run.
-#[derive(Debug, Serialize)]
+/// The figures of a rank.
+#[derive(Debug)]
 struct Record {
-    meta: Meta,
-    prefills: Vec<Prefill>,
-    steps: Vec<Figure>,
-    host: Vec<HostFigure>,
-    /// What was left out, and why.
-    failures: Vec<String>,
+    run: Run,
     /// Whether it is printed: that of the first rank.
-    #[serde(skip)]
     is_printed: bool,
 }
 
@@ -184,68 +171,6 @@ impl Record {
             println!("{line}");
         }
     }
-}
-
-#[derive(Debug, Serialize)]
-struct Meta {
-    gpu: String,
-    /// GPUs of the group.
-    tp: usize,
-    aril: &'static str,
-    commit: Option<&'static str>,
-    seconds: f64,
-    /// The rate at which a kernel reads memory.
-    read_gb_per_s: f64,
-}
-
-/// The time of a step that computes prompts of equal lengths.
-#[derive(Debug, Serialize)]
-struct Prefill {
-    model: String,
-    /// Of all sequences.
-    tokens: usize,
-    sequences: usize,
-    adapters: usize,
-    rank: usize,
-    runs: usize,
-    p50_us: f64,
-}
-
-/// The time of a step.
-#[derive(Debug, Serialize)]
-struct Figure {
-    model: String,
-    batch: usize,
-    context: usize,
-    /// Adapters of the step, which its sequences have in turn.
-    adapters: usize,
-    /// Their rank; 0 without adapters.
-    rank: usize,
-    /// Whether layers run base weights and adapters in one launch; if not, cuBLASLt's GEMMs and launches for deltas.
-    fused: bool,
-    /// Whether cuBLASLt's GEMMs have the rows of the stack.
-    stacked: bool,
-    /// The fewest bytes that the step reads without adapters: base weights, and keys and values.
-    bytes: u64,
-    replays: usize,
-    p50_us: f64,
-    p90_us: f64,
-}
-
-/// The time of the engine's steps of one token of each sequence, whose contexts are short.
-#[derive(Debug, Serialize)]
-struct HostFigure {
-    model: String,
-    batch: usize,
-    adapters: usize,
-    rank: usize,
-    /// Whether the next step is enqueued while one runs.
-    ahead: bool,
-    steps: u64,
-    /// Mean time between the tokens of a step and the next graph.
-    host_us: f64,
-    /// Mean time of a step, that before it included.
-    step_us: f64,
 }
 
 fn main() -> ExitCode {
@@ -266,12 +191,8 @@ fn measure(arguments: &Arguments) -> Result<()> {
         (measure_ranks(arguments, &Rank::threads(arguments.tp, RANK_LIMIT)?)?, Ok(()))
     };
     if let Some(path) = &arguments.out {
-        let mut records = match fs::read(path) {
-            Ok(text) => serde_json::from_slice(&text).context(path.display())?,
-            Err(_) => Records::default(),
-        };
-        records.runs.push(serde_json::to_value(&record)?);
-        fs::write(path, serde_json::to_string(&records)?).context(path.display())?;
+        let added = engine::Record::add(path, record.run).map_err(|error| Error::new(error.to_string()));
+        added.context(path.display())?;
     }
     measured
 }
@@ -305,29 +226,23 @@ fn measure_rank(arguments: &Arguments, rank: &Rank) -> Result<(Record, Result<()
     let gpu = device.queue.stream().context().name()?;
     let read_gb_per_s = read_rate(&device)?;
     let (commit, tp) = (option_env!("ARIL_COMMIT"), rank.tp().size());
-    let meta = Meta { gpu, tp, aril: env!("CARGO_PKG_VERSION"), commit, seconds: 0.0, read_gb_per_s };
-    let mut record = Record {
-        meta,
-        prefills: Vec::new(),
-        steps: Vec::new(),
-        host: Vec::new(),
-        failures: Vec::new(),
-        is_printed: rank.tp().rank() == 0,
-    };
+    let (aril, commit) = (env!("CARGO_PKG_VERSION").to_owned(), commit.map(str::to_owned));
+    let meta = engine::Meta { gpu, tp, aril, commit, seconds: 0.0, read_gb_per_s };
+    let mut record = Record { run: Run { meta, ..Run::default() }, is_printed: rank.tp().rank() == 0 };
     let part = match device.tp().size() {
         size if size == tp => String::new(),
         size => format!(", which computes the part of one of {size}, without collectives"),
     };
-    record.print(&format!("{tp} x {}{part}: a kernel reads {read_gb_per_s:.0} GB/s", record.meta.gpu));
+    record.print(&format!("{tp} x {}{part}: a kernel reads {read_gb_per_s:.0} GB/s", record.run.meta.gpu));
     let models = arguments.models.iter();
     let measured =
         models.map(|model| measure_model(&device, rank, arguments, model, &mut record).context(model.display()));
     let measured: Result<()> = measured.collect();
-    record.meta.seconds = start.elapsed().as_secs_f64();
-    for failure in &record.failures {
+    record.run.meta.seconds = start.elapsed().as_secs_f64();
+    for failure in &record.run.failures {
         record.print(&format!("left out: {failure}"));
     }
-    record.print(&format!("{:.0} s", record.meta.seconds));
+    record.print(&format!("{:.0} s", record.run.meta.seconds));
     Ok((record, measured.and_then(|()| rank.finish())))
 }
 
@@ -448,7 +363,7 @@ fn measure_model(
         let fits = rows(batch, context) <= max_rows;
         if !fits {
             let sentence = format!("{name}, {batch} sequences of {context} tokens: {gib} GiB of keys and values");
-            record.failures.push(sentence);
+            record.run.failures.push(sentence);
         }
         Ok(fits)
     };
@@ -483,7 +398,7 @@ fn measure_model(
         // All ranks measure the same steps.
         let is_late = start.elapsed() > Duration::from_secs(arguments.budget);
         if rank.gather(&[u8::from(is_late)])?.iter().any(|late| late == &[1]) {
-            record.failures.push(format!("{name}, {batch} sequences of {context} tokens: no time was left"));
+            record.run.failures.push(format!("{name}, {batch} sequences of {context} tokens: no time was left"));
             continue;
         }
         let bytes = step_bytes(&config, batch, context) / device.tp().size() as u64;
@@ -624,7 +539,7 @@ fn measure_prefill(
     let Some(leases) = adapters.lease(rank, PREFILL_SEQUENCES)? else {
         let sentence =
             format!("{name}, a prefill: {PREFILL_SEQUENCES} adapters of rank {rank} do not fit in the arena");
-        record.failures.push(sentence);
+        record.run.failures.push(sentence);
         return Ok(());
     };
     let base = vec![Slot::BASE; PREFILL_SEQUENCES];
@@ -646,7 +561,7 @@ fn measure_prefill(
     for (p50_us, adapters, rank, added) in [(p50_us[0], 0, 0, ""), (p50_us[1], PREFILL_SEQUENCES, rank, &*added)] {
         record.print(&format!("prefill of {tokens} tokens, {adapters} adapters: {:.2} ms{added}", p50_us / 1e3));
         let (model, sequences, runs) = (name.to_owned(), PREFILL_SEQUENCES, PREFILLS);
-        record.prefills.push(Prefill { model, tokens, sequences, adapters, rank, runs, p50_us });
+        record.run.prefills.push(engine::Prefill { model, tokens, sequences, adapters, rank, runs, p50_us });
     }
     adapters.give_back(leases)
 }
@@ -776,7 +691,7 @@ fn measure_host(
             "the engine, {batch} sequences, {how}: {host_us:.1} us between steps, {step_us:.1} us a step"
         ));
         let (model, adapters) = (name.to_owned(), adapters.len());
-        record.host.push(HostFigure { model, batch, adapters, rank, ahead, steps, host_us, step_us });
+        record.run.host.push(engine::Host { model, batch, adapters, rank, ahead, steps, host_us, step_us });
     }
     Ok(())
 }
@@ -857,7 +772,7 @@ impl Timer<'_, '_> {
             counts.dedup();
             for count in counts {
                 let Some(leases) = adapters.lease(rank, count)? else {
-                    record.failures.push(format!(
+                    record.run.failures.push(format!(
                         "{}, {batch} sequences of {} tokens: {count} adapters of rank {rank} do not fit in the arena",
                         self.name, self.context
                     ));
@@ -909,7 +824,7 @@ impl Timer<'_, '_> {
         })?;
         let [p50_us, p90_us] = [50, 90].map(|percent| percentile(&mut us, percent));
         let Self { name, batch, context, bytes, .. } = *self;
-        let floor_us = bytes as f64 / record.meta.read_gb_per_s / 1e3;
+        let floor_us = bytes as f64 / record.run.meta.read_gb_per_s / 1e3;
         let added: Vec<String> = match count {
             0 => vec![format!("{:.2} of the floor", floor_us / p50_us)],
             _ => {
@@ -924,7 +839,7 @@ impl Timer<'_, '_> {
             added.join(" ")
         ));
         let (model, replays) = (name.to_owned(), us.len());
-        record.steps.push(Figure {
+        record.run.steps.push(engine::Step {
             model,
             batch,
             context,
