@@ -112,7 +112,7 @@ impl LoraExperts {
     }
 
     /// Plans the experts `id` of `model`, for tables of this element type and batches within `capacity`, with up to
-    /// [`ExpertsSite::top_k`] experts per token.
+    /// [`ExpertsSite::top_k`](crate::model::ExpertsSite::top_k) experts per token.
     ///
     /// # Errors
     /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the
