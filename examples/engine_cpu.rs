@@ -1,7 +1,8 @@
-//! The skeleton of an engine on the CPU: adapters by name, batches that mix adapters, and a loader thread beside the steps.
+//! The skeleton of an engine on the CPU: adapters by name, batches that mix adapters, and a loader thread beside the
+//! steps.
 //!
-//! The model is one layer whose base computes `y = x`. A request keeps the [`Slot`] of its adapter from its admission on. A step
-//! serves this adapter or reports that it is gone; it never serves the adapter that took its slot.
+//! The model is one layer whose base computes `y = x`. A request keeps the [`Slot`] of its adapter from its admission
+//! on. A step serves this adapter or reports that it is gone; it never serves the adapter that took its slot.
 
 #![forbid(unsafe_code)]
 
@@ -70,7 +71,8 @@ impl Engine {
 
     /// The output of each request, or an error if its adapter is gone.
     fn step(&self, requests: &[Request], workspace: &mut Workspace) -> Result<Vec<Result<[f32; FEATURES], SlotError>>> {
-        // A step refuses a batch that names an adapter which is gone. From its start on, it keeps its adapters, whatever the loader does.
+        // A step refuses a batch that names an adapter which is gone. From its start on, it keeps its adapters,
+        // whatever the loader does.
         let is_there: Vec<_> = requests.iter().map(|request| self.weights.check([request.slot])).collect();
         let slots = requests
             .iter()

@@ -1,7 +1,8 @@
-//! One program for the CPU and, with `--features cuda` and a driver, the GPU: the same adapters, the same steps, the same bits.
+//! One program for the CPU and, with `--features cuda` and a driver, the GPU: the same adapters, the same steps, the
+//! same bits.
 //!
-//! [`Device`] contains every difference between the two: a GPU also has a queue, a routing, and operands in its own memory. The
-//! model, the adapters' images and the batches are the same objects for both.
+//! [`Device`] contains every difference between the two: a GPU also has a queue, a routing, and operands in its own
+//! memory. The model, the adapters' images and the batches are the same objects for both.
 #![forbid(unsafe_code)]
 
 use std::error::Error;
@@ -181,8 +182,8 @@ fn adapter(rank: usize) -> Result<Adapter> {
     Ok(Adapter::from_tensors(&config, tensors)?)
 }
 
-/// Numbers of a few bits, so that all sums are exact. The last bits of other sums may differ, because the CPU and the GPU add in
-/// different orders.
+/// Numbers of a few bits, so that all sums are exact. The last bits of other sums may differ, because the CPU and the
+/// GPU add in different orders.
 fn eighths(len: usize, stride: u8) -> Vec<f32> {
     (0..17_u8).cycle().step_by(stride.into()).map(|value| f32::from(value) / 8.0 - 1.0).take(len).collect()
 }

@@ -1,10 +1,12 @@
-//! Data-parallel attention and expert-parallel experts: each rank has sequences of its own, and tokens travel to the ranks of their experts.
+//! Data-parallel attention and expert-parallel experts: each rank has sequences of its own, and tokens travel to the
+//! ranks of their experts.
 //!
-//! Four ranks, each a thread of one process, compute what a single rank computes for all tokens. A layer is a projection, which every rank
-//! has whole and computes for its own tokens, and experts, of which a rank holds a quarter. In front of the experts, the ranks gather all
-//! tokens: their activations, their adapters and the router's choice. Each computes its experts' part for all of them, and a rank's tokens
-//! get the sum of all parts. So a layer has two steps of the rank's table: one of its own batch, one of the gathered one. All numbers are
-//! small integers, so that sums are exact in any order.
+//! Four ranks, each a thread of one process, compute what a single rank computes for all tokens. A layer is a
+//! projection, which every rank has whole and computes for its own tokens, and experts, of which a rank holds a
+//! quarter. In front of the experts, the ranks gather all tokens: their activations, their adapters and the router's
+//! choice. Each computes its experts' part for all of them, and a rank's tokens get the sum of all parts. So a layer
+//! has two steps of the rank's table: one of its own batch, one of the gathered one. All numbers are small integers, so
+//! that sums are exact in any order.
 
 #![forbid(unsafe_code)]
 
@@ -74,7 +76,8 @@ struct Token {
     experts: [usize; TOP_K],
 }
 
-/// What the ranks exchange. An engine has NCCL's all-gather and reduce-scatter, or an all-to-all of DeepEP, in place of this.
+/// What the ranks exchange. An engine has NCCL's all-gather and reduce-scatter, or an all-to-all of DeepEP, in place of
+/// this.
 struct Exchange<T> {
     parts: Mutex<Vec<Vec<T>>>,
     barrier: Barrier,

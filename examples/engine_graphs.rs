@@ -1,5 +1,5 @@
-//! An engine with CUDA graphs, streams and memory of its own, which cudarc does not know. It captures and replays its steps itself, and
-//! launches on the stream that a thread has chosen. `aril::cuda::raw` explains the parts.
+//! An engine with CUDA graphs, streams and memory of its own, which cudarc does not know. It captures and replays its
+//! steps itself, and launches on the stream that a thread has chosen. `aril::cuda::raw` explains the parts.
 
 use std::{cell::Cell, error, ffi::c_void, ptr};
 
@@ -94,7 +94,8 @@ fn expect(what: &str, rows: &[f32], expected: &[f32]) -> Result<()> {
 impl Engine {
     fn new() -> Result<Self> {
         let (main, side) = (OwnStream::new()?, OwnStream::new()?);
-        // SAFETY: the stream is of the kernels' context, and the engine destroys it last. No operand is a slice of cudarc.
+        // SAFETY: the stream is of the kernels' context, and the engine destroys it last. No operand is a slice of
+        // cudarc.
         let queue = unsafe { Queue::from_raw(&Kernels::load()?, main.0) }?;
 
         let mut spec = ModelSpec::new();
@@ -132,13 +133,14 @@ impl Engine {
         // SAFETY: y has these rows, and the stream orders its uses.
         unsafe { sys::cuMemsetD32Async(lane.y.0, BASE.to_bits(), rows * HIDDEN, cu(step.stream())) }.result()?;
         let (x, y) = (MatrixRef::new::<f32>(lane.x.0, rows, HIDDEN), MatrixMut::new::<f32>(lane.y.0, rows, HIDDEN));
-        // SAFETY: x and y have these rows. aril owns table, routing and workspace. The streams are of the kernels' context, and order
-        // the uses of all of these, as `prefill` does where it launches on another one. The engine lives longer than its graphs.
+        // SAFETY: x and y have these rows. aril owns table, routing and workspace. The streams are of the kernels'
+        // context, and order the uses of all of these, as `prefill` does where it launches on another one. The engine
+        // lives longer than its graphs.
         Ok(unsafe { self.layer.add_delta_raw(&step, x, y) }?)
     }
 
-    /// The graph of a decode step, for any adapters and any routing of up to `BUCKET` tokens. Captured on the stream that is no
-    /// queue's, so that other threads may load meanwhile.
+    /// The graph of a decode step, for any adapters and any routing of up to `BUCKET` tokens. Captured on the stream
+    /// that is no queue's, so that other threads may load meanwhile.
     fn capture_decode(&self) -> Result<Graph> {
         let lane = &self.decode;
         // The bounds of every batch that is replayed, not those of one.

@@ -2,10 +2,10 @@
 //!
 //! The ranks load the adapter as a group: all of them, or none.
 //!
-//! The model is the projections of an attention layer. q, k and v are column-parallel; where a group has more ranks than key-value
-//! heads, neighbouring ranks hold the same head. o is row-parallel: each rank adds its delta to its partial sum, and the all-reduce adds
-//! up the partial sums. Every rank cuts its base weights by the ranges of the model. All numbers are small integers, so that sums are
-//! exact in any order.
+//! The model is the projections of an attention layer. q, k and v are column-parallel; where a group has more ranks
+//! than key-value heads, neighbouring ranks hold the same head. o is row-parallel: each rank adds its delta to its
+//! partial sum, and the all-reduce adds up the partial sums. Every rank cuts its base weights by the ranges of the
+//! model. All numbers are small integers, so that sums are exact in any order.
 
 #![forbid(unsafe_code)]
 

@@ -58,7 +58,8 @@ fn main() -> Result<(), Error> {
             })
         });
 
-        // Each step: which adapter each token has; x, and y of the base layer, as the engine computes them; then the graph.
+        // Each step: which adapter each token has; x, and y of the base layer, as the engine computes them; then the
+        // graph.
         let (mut steps, mut last) = (0, Vec::new());
         loop {
             let is_last = loader.is_finished();

@@ -58,7 +58,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// An adapter in memory whose A's are ones and whose B's are `value`. `Adapter::open` reads a directory as PEFT saves it.
+/// An adapter in memory whose A's are ones and whose B's are `value`. `Adapter::open` reads a directory as PEFT saves
+/// it.
 fn adapter(rank: usize, modules: &[&str], value: f32) -> Result<Adapter, Box<dyn Error>> {
     let filled = |shape: [usize; 2], value: f32| {
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&vec![value; shape[0] * shape[1]]).to_vec())

@@ -1,8 +1,8 @@
 //! The compiled kernels: registers and local memory within the budget, no symbols that could clash, 16-byte loads.
 //!
-//! Ignored by default, because not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The registers
-//! of every kernel, and its bytes of local memory, are in `codegen.budget`, a column for each architecture; `ARIL_BLESS=1` writes it, and the
-//! diff is for review.
+//! Ignored by default, because not every machine has nvcc: `NVCC=… cargo test --test codegen -- --include-ignored`. The
+//! registers of every kernel, and its bytes of local memory, are in `codegen.budget`, a column for each architecture;
+//! `ARIL_BLESS=1` writes it, and the diff is for review.
 #![allow(clippy::panic, clippy::unwrap_used)]
 
 use std::{

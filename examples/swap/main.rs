@@ -1,5 +1,6 @@
-//! Far more adapters than the device holds, through a pool: requests in Zipf order, continuous batching, and every output compared bit
-//! for bit with its adapter applied alone. On the CPU by default; with `--features cuda` and a driver, on the GPU.
+//! Far more adapters than the device holds, through a pool: requests in Zipf order, continuous batching, and every
+//! output compared bit for bit with its adapter applied alone. On the CPU by default; with `--features cuda` and a
+//! driver, on the GPU.
 //!
 //! ```sh
 //! cargo run --release --example swap -- --adapters 500 --slots 16 --requests 5000

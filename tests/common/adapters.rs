@@ -51,7 +51,8 @@ impl Lora {
         Self { kind: ModuleKind::Embedding, ..Self::linear(path, vocab, hidden, rank) }
     }
 
-    /// A module of f32 that adds `value` to every output where x is ones: exactly, if `rank` and `in_features` are powers of two.
+    /// A module of f32 that adds `value` to every output where x is ones: exactly, if `rank` and `in_features` are
+    /// powers of two.
     pub(crate) fn adding(
         path: impl Into<String>,
         [in_features, out_features]: [usize; 2],

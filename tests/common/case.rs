@@ -1,11 +1,11 @@
 //! Problems for the operations of one layer, the reference's results, and the check of results.
 //!
-//! A [`Case`] is a few numbers that determine all data, so a failing case can be printed and run again with `ARIL_CASE='…'`. The
-//! parts that depend on the kind of layer implement [`Layer`]: linear layers and embeddings ([`dense`](super::dense)),
-//! and experts ([`experts`](super::experts)).
+//! A [`Case`] is a few numbers that determine all data, so a failing case can be printed and run again with
+//! `ARIL_CASE='…'`. The parts that depend on the kind of layer implement [`Layer`]: linear layers and embeddings
+//! ([`dense`](super::dense)), and experts ([`experts`](super::experts)).
 //!
-//! Memory that no operation may read is NaN: gaps and guards, rows of `x` whose token has no adapter, and outputs that are only
-//! written. Memory that no operation may write is compared bit by bit.
+//! Memory that no operation may read is NaN: gaps and guards, rows of `x` whose token has no adapter, and outputs that
+//! are only written. Memory that no operation may write is compared bit by bit.
 
 use std::{
     collections::BTreeMap,
@@ -286,8 +286,8 @@ impl<L: Layer> Case<L> {
         Ok(())
     }
 
-    /// Runs the case with an infinity in every row of `x` that is read, so that each `A x` is infinite. What is written must be infinite or
-    /// NaN where the reference is, and nowhere else.
+    /// Runs the case with an infinity in every row of `x` that is read, so that each `A x` is infinite. What is written
+    /// must be infinite or NaN where the reference is, and nowhere else.
     pub fn check_infinities<T: Element>(&self, subject: &mut impl Subject<L>) -> Result<(), TestCaseError> {
         let mut world = self.world::<T>();
         for row in 0..self.x().rows {
@@ -315,8 +315,8 @@ impl<L: Layer> Case<L> {
 
 /// Checks that are of layers whose results have a row for each token.
 impl<L: Layer> Case<L> {
-    /// The bits of each token's row are the same without the tokens behind the first ones of `fewer`, and of each `every`th where all others
-    /// are the base model's. Returns the rows.
+    /// The bits of each token's row are the same without the tokens behind the first ones of `fewer`, and of each
+    /// `every`th where all others are the base model's. Returns the rows.
     pub fn check_invariance<T: Element>(
         &self,
         subject: &mut impl Subject<L>,
@@ -362,7 +362,8 @@ impl<L: Layer> Case<L> {
     }
 }
 
-/// The slots with these numbers and the adapters that are there, which a table says. All other numbers are the base model.
+/// The slots with these numbers and the adapters that are there, which a table says. All other numbers are the base
+/// model.
 pub fn loaded_slots(numbers: &[i32], get: impl Fn(usize) -> Option<SlotInfo>) -> Vec<Slot> {
     let loaded = |&number: &i32| usize::try_from(number).ok().and_then(&get).map_or(Slot::BASE, |info| info.slot);
     numbers.iter().map(loaded).collect()
@@ -377,7 +378,8 @@ impl<T: Element, L: Layer> World<T, L> {
         }
     }
 
-    /// The slots of the batch with the adapters that are there. The raw API and memory of the device take the numbers instead.
+    /// The slots of the batch with the adapters that are there. The raw API and memory of the device take the numbers
+    /// instead.
     pub fn loaded_slots(&self, get: impl Fn(usize) -> Option<SlotInfo>) -> Vec<Slot> {
         loaded_slots(&self.slots, get)
     }

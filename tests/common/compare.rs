@@ -64,7 +64,8 @@ pub fn expect_sum<T: Element>(values: Values, y: f64, delta: Delta, roundings: u
     expect_within(sum, error_of_sum::<T>(Delta { magnitude: y.abs() + delta.magnitude, ..delta }, roundings))
 }
 
-/// The largest error of a sum in f32. Kernels of the 16-bit types split `A x` into two bf16 terms, which round once each.
+/// The largest error of a sum in f32. Kernels of the 16-bit types split `A x` into two bf16 terms, which round once
+/// each.
 pub fn error_of_sum<T: Element>(sum: Delta, roundings: usize) -> f64 {
     let terms = if T::DTYPE == DType::F32 { 0.0 } else { DType::BF16.unit_roundoff().powi(2) };
     (roundings as f64 * DType::F32.unit_roundoff() + terms) * sum.magnitude

@@ -20,7 +20,8 @@ pub fn table(model: &Model, dtype: DType, capacity: Capacity, adapters: &[Adapte
     weights
 }
 
-/// The slots with these numbers and the adapters that are there now. An empty one, and every other number, is the base model.
+/// The slots with these numbers and the adapters that are there now. An empty one, and every other number, is the base
+/// model.
 pub fn slots<const N: usize>(weights: &WeightTable, numbers: [i32; N]) -> [Slot; N] {
     loaded_slots(&numbers, |slot| weights.get(slot)).try_into().unwrap()
 }

@@ -185,8 +185,8 @@ impl Case {
         Self { slots, ..Self::of(layer, Values::Exact, 7) }
     }
 
-    /// Layers with as many input features as `down` and `o` of large models, and with one more than whole slabs or spans; in exact
-    /// bf16 and f16.
+    /// Layers with as many input features as `down` and `o` of large models, and with one more than whole slabs or
+    /// spans; in exact bf16 and f16.
     pub fn of_many_features(tokens: &[usize]) -> Vec<Self> {
         let mut cases = Vec::new();
         let all =
@@ -217,7 +217,8 @@ impl Case {
         cases
     }
 
-    /// Layers in bf16 and f16 for `check_infinities`, of ranks up to `most`. A sum over one rank is infinite, over several mostly NaN.
+    /// Layers in bf16 and f16 for `check_infinities`, of ranks up to `most`. A sum over one rank is infinite, over
+    /// several mostly NaN.
     pub fn of_infinities(tokens: i32, most: usize) -> [Self; 2] {
         let slots: Vec<i32> = (0..tokens).map(|token| token % 4 - 1).collect();
         [Dtype::BF16, Dtype::F16].map(|dtype| {

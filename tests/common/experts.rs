@@ -92,7 +92,8 @@ pub enum Order {
 pub struct Lora {
     /// Gate (unused if the experts are ungated), up and down.
     pub modules: [Module; 3],
-    /// If all experts have a module with one rank, its factors are stacked in one tensor; shared factors are not repeated.
+    /// If all experts have a module with one rank, its factors are stacked in one tensor; shared factors are not
+    /// repeated.
     pub stacked: bool,
 }
 
@@ -436,7 +437,8 @@ impl Moe {
 }
 
 impl Case {
-    /// A layer on a single rank, in rounded bf16, with contiguous rows. All tokens have the first slot and the first expert.
+    /// A layer on a single rank, in rounded bf16, with contiguous rows. All tokens have the first slot and the first
+    /// expert.
     pub fn new([num_experts, hidden, inter]: [usize; 3], adapters: Vec<Lora>, [num_tokens, top_k]: [usize; 2]) -> Self {
         let held = (0..num_experts).collect();
         let layer = Moe {
@@ -455,7 +457,8 @@ impl Case {
         case
     }
 
-    /// Sums of deltas in bf16 and f16 for `check_infinities`. A delta of rank 1 is infinite, a sum of several is mostly NaN.
+    /// Sums of deltas in bf16 and f16 for `check_infinities`. A delta of rank 1 is infinite, a sum of several is mostly
+    /// NaN.
     pub fn of_infinities(num_tokens: usize) -> Vec<Self> {
         let adapters = vec![Lora::of_own_ranks(4, 1), Lora::shared_outer(4, 1), Lora::of_own_ranks(4, 18)];
         let mut case = Self::new([4, 72, 40], adapters, [num_tokens, 4]);
@@ -569,7 +572,8 @@ impl<T: Element> World<T> {
         }
     }
 
-    /// The delta that the adapter of a route's token adds to a module of the route's expert, if the expert is local and adapted.
+    /// The delta that the adapter of a route's token adds to a module of the route's expert, if the expert is local and
+    /// adapted.
     fn deltas(&self, case: &Case, route: usize, module: usize) -> Option<Vec<Delta>> {
         let (token, row, expert) = (route / case.top_k, case.row(route)?, case.expert(route)?);
         let Pair { rank, scaling, a, b } = self.pairs[case.adapter(token)?][module][expert].as_ref()?;

@@ -128,7 +128,8 @@ impl Case {
     }
 }
 
-/// Any case that the fused linear takes: in 16 bits, and features and row strides of x and W are multiples of 8 elements.
+/// Any case that the fused linear takes: in 16 bits, and features and row strides of x and W are multiples of 8
+/// elements.
 pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
     let layers = move |_, num_adapters| {
         let base = (any::<bool>(), 0..=2_usize, any::<u64>(), any::<bool>());

@@ -1,5 +1,5 @@
-//! A time limit for each test: one that never ends, because of a kernel or a rank that waits for another, terminates the process, which
-//! prints the test's name.
+//! A time limit for each test: one that never ends, because of a kernel or a rank that waits for another, terminates
+//! the process, which prints the test's name.
 
 use std::{
     env,

@@ -13,8 +13,8 @@ pub struct SliceBuffers<T> {
 }
 
 impl<T: Element> SliceBuffers<T> {
-    /// Of the matrix in `buffer`, whose slices have so many columns. Buffers of separate slices are NaN outside the matrices, which
-    /// begin at other alignments and have other strides than the columns of the fused one.
+    /// Of the matrix in `buffer`, whose slices have so many columns. Buffers of separate slices are NaN outside the
+    /// matrices, which begin at other alignments and have other strides than the columns of the fused one.
     pub fn new(buffer: &[T], place: Place, slices: &[usize], separate: bool) -> Self {
         let fused = (place, buffer.to_vec());
         if !separate {

@@ -1,5 +1,5 @@
-//! Fewer and smaller cases, for tools under which kernels are a hundred times slower (compute-sanitizer): every kernel runs, on a few
-//! blocks.
+//! Fewer and smaller cases, for tools under which kernels are a hundred times slower (compute-sanitizer): every kernel
+//! runs, on a few blocks.
 
 use std::{env, sync::OnceLock};
 

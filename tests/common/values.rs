@@ -1,5 +1,6 @@
-//! The numbers in cases. Exact ones are small integers whose sums have no rounding error before the store, so that answers must agree
-//! bit for bit. Rounded ones are normals, whose answers must agree within a bound derived from the formats.
+//! The numbers in cases. Exact ones are small integers whose sums have no rounding error before the store, so that
+//! answers must agree bit for bit. Rounded ones are normals, whose answers must agree within a bound derived from the
+//! formats.
 
 use rand::{RngExt, rngs::StdRng};
 use serde::{Deserialize, Serialize};

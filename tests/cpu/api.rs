@@ -42,8 +42,8 @@ fn types_may_be_shared_between_threads() {
         ProjectionSite,
     )>();
     shared::<(SlotImage<'_>, Piece<'_>)>();
-    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite, Parallel, Part, Shard, TpRank)>(
-    );
+    shared::<(Model, ModelSpec, Linear, LinearId, LinearSite, EmbeddingId, EmbeddingSite)>();
+    shared::<(Parallel, Part, Shard, TpRank)>();
     shared::<(DType, Slot, Segments, Capacity, LinearPlan)>();
     shared::<(ExpertsPlan, ForwardPlan, ProjectionPlan, RouteCapacity)>();
     shared::<(Batch<'_>, TopK<'_>)>();

@@ -57,7 +57,8 @@ proptest! {
             for token in 0..case.num_tokens() {
                 let (alone, part) = case.part(&world, token..token + 1);
                 let row = Cpu.run(&alone, &part);
-                prop_assert!(case.written(&together, token) == alone.written(&row, 0), "token {token}\n{}", case.replay());
+                let is_same = case.written(&together, token) == alone.written(&row, 0);
+                prop_assert!(is_same, "token {token}\n{}", case.replay());
             }
             Ok(())
         }

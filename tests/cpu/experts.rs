@@ -71,7 +71,8 @@ proptest! {
                 let alone = Cpu.run::<T>(&alone, &alone.world());
                 for row in case.rows_of(token) {
                     let bits = |buffer: &[T]| {
-                        bytemuck::cast_slice::<T, u8>(&buffer[case.target().at(row, 0)..][..case.target().cols]).to_vec()
+                        let row = &buffer[case.target().at(row, 0)..][..case.target().cols];
+                        bytemuck::cast_slice::<T, u8>(row).to_vec()
                     };
                     prop_assert!(bits(&together) == bits(&alone), "token {token}\n{}", case.replay());
                 }
@@ -96,8 +97,8 @@ proptest! {
         for_dtype!(case, run(&case))?;
     }
 
-    /// The result does not depend on the fusion point or on how experts are sharded: the ranks' parts add up to the layer whose
-    /// weights are merged with each token's adapter.
+    /// The result does not depend on the fusion point or on how experts are sharded: the ranks' parts add up to the
+    /// layer whose weights are merged with each token's adapter.
     #[test]
     fn a_layer_is_that_of_merged_weights(case in cases(TINY), groups in 1..=3_usize) {
         let layer = Layer::new(case);
@@ -532,7 +533,8 @@ fn activations_are_those_of_the_reference() {
                 Some(up) => (activated(activation, Some(x), up.into()), f64::from(up).abs() + 1.0),
                 None => (activated(activation, None, x), 1.0),
             };
-            // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an exponent.
+            // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an
+            // exponent.
             let size = if activation == Activation::Relu2 { x * x } else { x.abs() * factor };
             let bound = (16.0 + 4.0 * 1.702 * x.abs()) * DType::F32.unit_roundoff() * size * factor;
             assert!((f64::from(got) - value).abs() <= bound, "{activation:?} of {x}, {up:?}: {got}, not {value}");

@@ -69,7 +69,9 @@ proptest! {
     }
 
     #[test]
-    fn separate_outputs_have_the_bits_of_a_fused_one(case in cases(Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::SMALL })) {
+    fn separate_outputs_have_the_bits_of_a_fused_one(
+        case in cases(Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::SMALL }),
+    ) {
         for_dtype!(case.check_separate(&mut Cpu))?;
     }
 
@@ -90,8 +92,8 @@ fn rank_of(spec: &ModelSpec, adapter: &Adapter, tp: TpRank) -> WeightTable {
     table(&model, DType::F16, Capacity::tokens(4).slots(1).rank(4), std::slice::from_ref(adapter))
 }
 
-/// Outputs of a column-parallel layer's ranks, side by side, and sums over a row-parallel layer's ranks equal the output of a single
-/// rank. All values are integers, so they are bit-identical.
+/// Outputs of a column-parallel layer's ranks, side by side, and sums over a row-parallel layer's ranks equal the
+/// output of a single rank. All values are integers, so they are bit-identical.
 #[test]
 fn tensor_parallel_ranks_are_parts_of_the_whole() {
     const IN: usize = 32;

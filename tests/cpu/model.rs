@@ -80,7 +80,9 @@ fn check_cuts(adapter: &Adapter, model: &Model, id: LinearId) -> Result<(), Test
 proptest! {
     /// Column-parallel: the ranks' rows of B, one after the other, are B; each has all of A.
     #[test]
-    fn column_shards_make_the_whole(size in 1..6_usize, q in 1..10_usize, v in 1..10_usize, in_features in 1..20_usize) {
+    fn column_shards_make_the_whole(
+        size in 1..6_usize, q in 1..10_usize, v in 1..10_usize, in_features in 1..20_usize,
+    ) {
         let adapter = counting(in_features, &[("q", q * size), ("v", v * size)]);
         let layer = Linear::new("m", Parallel::Column, in_features).slice("q", q * size).slice("v", v * size);
         let (spec, id) = one(layer);

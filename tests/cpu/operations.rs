@@ -117,7 +117,8 @@ proptest! {
             world.x.fill(T::from_f32(f32::NAN));
             prop_assert!(world.slots.iter().all(|&slot| slot < 0));
             let y = Cpu { apart, ..Cpu::default() }.run(case, &world);
-            prop_assert!(bytemuck::cast_slice::<T, u8>(&y) == bytemuck::cast_slice::<T, u8>(&world.y), "{}", case.replay());
+            let [got, expected] = [&y, &world.y].map(|y| bytemuck::cast_slice::<T, u8>(y));
+            prop_assert!(got == expected, "{}", case.replay());
             Ok(())
         }
         let case = Case { slots: case.slots.iter().map(|slot| slot | i32::MIN).collect(), ..case };

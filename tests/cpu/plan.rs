@@ -66,15 +66,17 @@ proptest! {
         prop_assert_eq!(capacity.max_tiles(num_tokens), worst);
     }
 
-    /// No batch within the capacity needs more than the whole workspace. Each has a float for every split, token and rank, and a tag
-    /// if shrink and expand are one launch: up to 512 tokens, or less than 320 of a layer with much work.
+    /// No batch within the capacity needs more than the whole workspace. Each has a float for every split, token and
+    /// rank, and a tag if shrink and expand are one launch: up to 512 tokens, or less than 320 of a layer with much
+    /// work.
     #[test]
     fn the_workspace_is_large_enough(
         capacity in capacities(), in_features in 1..20_000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
     ) {
         let plan = plan(in_features, &slices, DType::BF16, capacity).unwrap();
         for num_tokens in 0..=capacity.max_tokens {
-            let floats = plan.num_splits(num_tokens) * num_tokens * slices.len() * capacity.max_rank.next_multiple_of(8);
+            let sums = num_tokens * slices.len() * capacity.max_rank.next_multiple_of(8);
+            let floats = plan.num_splits(num_tokens) * sums;
             let needed = plan.workspace_bytes_for(num_tokens);
             let work = capacity.max_rank * (2 * in_features * slices.len() + slices.iter().sum::<usize>());
             let small_m = if work >= 1_700_000 && capacity.max_rank <= 128 { 319 } else { 512 };
@@ -87,7 +89,8 @@ proptest! {
     /// A larger capacity never needs less memory.
     #[test]
     fn the_workspace_grows_with_the_capacity(
-        capacity in capacities(), in_features in 1..20_000_usize, dtype in prop::sample::select(vec![DType::F32, DType::F16]),
+        capacity in capacities(), in_features in 1..20_000_usize,
+        dtype in prop::sample::select(vec![DType::F32, DType::F16]),
     ) {
         let bytes = |capacity| plan(in_features, &[64], dtype, capacity).unwrap().workspace_bytes();
         let Capacity { max_tokens, max_rank, .. } = capacity;
@@ -98,8 +101,8 @@ proptest! {
         }
     }
 
-    /// No step within the capacity needs more than the whole workspace of experts. Each has a float and a tag for every slab of
-    /// 1024 input features, row of sums, slice and rank. Many routes need another float each.
+    /// No step within the capacity needs more than the whole workspace of experts. Each has a float and a tag for every
+    /// slab of 1024 input features, row of sums, slice and rank. Many routes need another float each.
     #[test]
     fn the_workspace_of_experts_is_large_enough(
         max_tokens in 1..400_usize, top_k in 1..=10_usize, max_rank in 1..=MAX_RANK,
@@ -121,8 +124,8 @@ proptest! {
         }
     }
 
-    /// No batch of a fused linear needs more than the whole workspace. Each has a float and a tag for each of four parts of the input,
-    /// token, slice and rank. A larger capacity never needs less.
+    /// No batch of a fused linear needs more than the whole workspace. Each has a float and a tag for each of four
+    /// parts of the input, token, slice and rank. A larger capacity never needs less.
     #[test]
     fn the_workspace_of_a_fused_linear_is_large_enough(
         capacity in capacities(), eighths in 1..3000_usize, slices in prop::collection::vec(1..5000_usize, 1..=8),
@@ -137,26 +140,31 @@ proptest! {
         }
     }
 
-    /// The number of blocks that share a row depends on the shape alone: the order of sums must not depend on the capacity.
+    /// The number of blocks that share a row depends on the shape alone: the order of sums must not depend on the
+    /// capacity.
     #[test]
     fn the_order_of_sums_is_of_the_shape_alone(
         capacities in [capacities(), capacities()], eighths in [1..3000_usize, 1..3000],
         slices in prop::collection::vec(1..40_000_usize, 1..=8),
     ) {
-        let [first, second] = [0, 1].map(|i| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap());
+        let plan = |i: usize| plan_forward(8 * eighths[i], &slices, DType::BF16, capacities[i]).unwrap();
+        let [first, second] = [0, 1].map(plan);
         prop_assert_eq!(first.splits(), second.splits());
         prop_assert_eq!(first.blocks(), second.blocks());
         // A strip has 16 rows, slices have whole units of two strips, and two blocks have up to 12 strips.
         let strips: usize = slices.iter().map(|out| out.div_ceil(32) * 2).sum();
         prop_assert_eq!(first.splits(), if strips > 66 * 12 { 1 } else { 2 });
         prop_assert!(first.blocks() >= slices.len() * first.splits());
-        // All blocks are resident at once, unless partly filled clusters make this impossible for two blocks with 12 strips.
+        // All blocks are resident at once, unless partly filled clusters make this impossible for two blocks with 12
+        // strips.
         let most = if first.splits() == 1 { 132 } else { 132 + 2 * slices.len() };
         prop_assert!(first.blocks() <= most, "{} blocks", first.blocks());
     }
 
     #[test]
-    fn the_same_problem_has_the_same_plan(capacity in capacities(), in_features in 1..20_000_usize, out in 1..20_000_usize) {
+    fn the_same_problem_has_the_same_plan(
+        capacity in capacities(), in_features in 1..20_000_usize, out in 1..20_000_usize,
+    ) {
         let [first, second] = [(); 2].map(|()| plan(in_features, &[out], DType::F16, capacity));
         prop_assert_eq!(&first, &second);
         let plan = first.unwrap();
@@ -259,11 +267,14 @@ fn a_plan_says_what_it_will_launch() {
     assert_eq!(
         shown,
         [
-            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 K tiles, expand 12 blocks of \
+            "linear bf16, up to 64 tokens of 32 slots, rank 16: 34 tiles, one launch, shrink 4 splits of 16 K tiles, \
+             expand 12 blocks of \
              512 outputs, 102528 + 0 bytes of workspace",
-            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 K tiles, expand 6 blocks of \
+            "linear bf16, up to 8192 tokens of 4 slots, rank 64: 132 tiles, two launches, shrink 4 splits of 16 K \
+             tiles, expand 6 blocks of \
              1024 outputs, 3149952 + 25165824 bytes of workspace",
-            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 K tiles, expand 1 blocks of 256 \
+            "linear f32, up to 1 tokens of 1 slots, rank 1: 1 tiles, two launches, shrink 1 splits of 1 K tiles, \
+             expand 1 blocks of 256 \
              outputs, 0 + 32 bytes of workspace",
         ]
     );
@@ -300,7 +311,8 @@ fn the_blocks_of_expand_fill_the_multiprocessors() {
     }
 }
 
-/// Adding is faster only with wide tiles, which need more than 1024 routes, ranks up to 128, and no interleaved gate and up.
+/// Adding is faster only with wide tiles, which need more than 1024 routes, ranks up to 128, and no interleaved gate
+/// and up.
 #[test]
 fn fused_operations_are_preferred_without_wide_tiles() {
     let plan = |max_rank, halves| {
@@ -321,11 +333,13 @@ fn fused_operations_are_preferred_without_wide_tiles() {
     assert_eq!(prefers(128, Halves::Interleaved, 1025), [true, false]);
 }
 
-/// Both sides of each threshold: small_m and large_m, staged ranks and higher ones, slabs and spans, and sizes of expand blocks.
+/// Both sides of each threshold: small_m and large_m, staged ranks and higher ones, slabs and spans, and sizes of
+/// expand blocks.
 #[test]
 fn plans_are_those_that_were_measured() {
     let whole = plan(12_288, &[4096], DType::BF16, Capacity::tokens(319).slots(4).rank(128)).unwrap().to_string();
-    let text = "24 tiles, one launch, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, 3924096 + 0 bytes of workspace";
+    let text = "24 tiles, one launch, shrink 12 splits of 48 K tiles, expand 16 blocks of 256 outputs, \
+                3924096 + 0 bytes of workspace";
     assert_eq!(whole.split_once(": ").unwrap().1, text);
     // Tokens, slots, rank and input features; slices; and the numbers of the text.
     for ([max_tokens, num_slots, max_rank, in_features], slices, expected) in [
@@ -364,7 +378,8 @@ fn the_rows_of_a_fused_linear_are_spread_over_blocks() {
     };
     assert_eq!(
         shown(8, 17, &[4096]),
-        "fused linear bf16, up to 8 tokens, rank 17: 128 blocks, 2 to a row, 64 rows to a cluster, 12416 bytes of workspace"
+        "fused linear bf16, up to 8 tokens, rank 17: 128 blocks, 2 to a row, 64 rows to a cluster, 12416 bytes of \
+         workspace"
     );
     let blocks =
         |slices: &[usize]| shown(1, 1, slices).split_once(": ").unwrap().1.rsplit_once(", ").unwrap().0.to_owned();

@@ -63,7 +63,8 @@ fn the_table_of_operations_is_that_of_the_code() {
     ];
     for (operation, archs, dtypes, limits) in operations {
         let row = format!(
-            "| {operation} | yes | {archs}, PTX for newer GPUs | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} slots{limits} |"
+            "| {operation} | yes | {archs}, PTX for newer GPUs | {dtypes} | 1 to {MAX_RANK} | {MAX_SLOTS} \
+             slots{limits} |"
         );
         assert!(README.lines().any(|line| line == row), "README.md must have the line\n{row}");
     }

@@ -1,4 +1,5 @@
-//! The CPU's weight table: loaded adapters, free memory, and the adapters of a step while others are loaded and unloaded.
+//! The CPU's weight table: loaded adapters, free memory, and the adapters of a step while others are loaded and
+//! unloaded.
 
 use std::{
     collections::HashMap,
@@ -39,7 +40,8 @@ fn table(model: &Model, num_slots: usize, arena_bytes: usize) -> WeightTable {
     WeightTable::new(model, DType::F32, capacity, arena_bytes).unwrap()
 }
 
-/// A size that needs no adapter: one of the largest rank in each slot, and each replaced beside the others. No byte is left over.
+/// A size that needs no adapter: one of the largest rank in each slot, and each replaced beside the others. No byte is
+/// left over.
 #[test]
 fn an_arena_of_a_capacity_holds_and_replaces_an_adapter_in_each_slot() {
     let (model, ids) = model();
@@ -262,8 +264,8 @@ fn a_step_works_on_what_was_loaded_when_it_began() {
     assert_eq!(values(&weights, &ids, &[replaced, Slot::BASE]), [3.0, 0.0]);
 }
 
-/// Loads on rayon's threads, whose packing takes up other loads, and loads within the `progress` of another one. None waits for another, and
-/// each slot has one of its adapters.
+/// Loads on rayon's threads, whose packing takes up other loads, and loads within the `progress` of another one. None
+/// waits for another, and each slot has one of its adapters.
 #[test]
 fn loads_do_not_wait_for_each_other() {
     const SLOTS: usize = 4;
@@ -295,8 +297,8 @@ fn loads_do_not_wait_for_each_other() {
     assert_eq!(values(&weights, &ids, &slots(&weights, [0, 1])), [7.0, 9.0]);
 }
 
-/// One thread steps while another loads, replaces and unloads. Every token gets the whole adapter that its slot names, in all layers of its
-/// step, or the step is refused.
+/// One thread steps while another loads, replaces and unloads. Every token gets the whole adapter that its slot names,
+/// in all layers of its step, or the step is refused.
 #[test]
 fn adapters_come_and_go_while_steps_run() {
     const SLOTS: usize = 2;

@@ -1,4 +1,5 @@
-//! Graphs captured through the safe API: changes they follow, memory they keep alive, and calls refused during a capture.
+//! Graphs captured through the safe API: changes they follow, memory they keep alive, and calls refused during a
+//! capture.
 
 use std::{
     ops::Range,
@@ -328,8 +329,8 @@ fn a_capture_cannot_be_stolen() {
     assert!(matches!(graphs[1].replay(&mut step), Err(LaunchError::OtherGraph { what: "table" })));
 }
 
-/// All that is called within a capture beside the operations of its step runs at once, and is in no graph: work of cudarc, calls of aril
-/// on the queue, steps of other batches, replays and other captures.
+/// All that is called within a capture beside the operations of its step runs at once, and is in no graph: work of
+/// cudarc, calls of aril on the queue, steps of other batches, replays and other captures.
 #[test]
 #[ignore = "needs a GPU"]
 fn other_work_within_a_capture_runs_at_once() {
@@ -451,8 +452,8 @@ fn a_queue_of_the_default_stream_captures() {
     assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
 }
 
-/// Threads capture and replay on one queue and one table at once, while others read and make tables there without a pause. No capture
-/// waits for them, and none has anything of the others.
+/// Threads capture and replay on one queue and one table at once, while others read and make tables there without a
+/// pause. No capture waits for them, and none has anything of the others.
 #[test]
 #[ignore = "needs a GPU"]
 fn captures_wait_for_no_thread() {
@@ -496,8 +497,8 @@ fn captures_wait_for_no_thread() {
     setup.gpu.context.check_err().unwrap();
 }
 
-/// An operand of cudarc belongs to the queue's own stream: cudarc has one event for all reads of a slice, so that whoever writes or frees
-/// it after reads on two streams waits for the last one alone.
+/// An operand of cudarc belongs to the queue's own stream: cudarc has one event for all reads of a slice, so that
+/// whoever writes or frees it after reads on two streams waits for the last one alone.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_slice_is_an_operand_of_its_own_stream_alone() {
@@ -531,7 +532,8 @@ fn a_slice_is_an_operand_of_its_own_stream_alone() {
     assert_eq!(setup.added(), [4.0; TOKENS]);
 }
 
-/// The capture of another stream does not reach the queue through the events of cudarc's memory, for which the queue's stream would wait.
+/// The capture of another stream does not reach the queue through the events of cudarc's memory, for which the queue's
+/// stream would wait.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_foreign_capture_does_not_spread_by_events() {
@@ -539,7 +541,8 @@ fn a_foreign_capture_does_not_spread_by_events() {
     let mut setup = Setup::new(1, 64, 1 << 20);
     setup.load(0, 2, 4.0).unwrap();
     let Setup { gpu, weights, layers, routing, workspace, .. } = &mut setup;
-    // Their events are not recorded before the context has a stream of `new_stream`: the capture need not wait for them.
+    // Their events are not recorded before the context has a stream of `new_stream`: the capture need not wait for
+    // them.
     let slice = |len: usize| gpu.stream.clone_htod(&vec![1.0_f32; len]).unwrap();
     let (from, ids) = (slice(TOKENS * 64), gpu.stream.alloc_zeros::<i32>(TOKENS).unwrap());
     let mut captured = [(); CALLS].map(|()| (slice(TOKENS * 64), slice(TOKENS)));
@@ -617,8 +620,8 @@ fn a_captured_step_goes_on_behind_a_refusal() {
     assert_eq!(setup.replay(&mut graph, &[0; TOKENS]), [4.0; TOKENS]);
 }
 
-/// A replay is refused in a step that has other objects or more tokens than the captured one, or is being captured itself. Nothing is
-/// enqueued then.
+/// A replay is refused in a step that has other objects or more tokens than the captured one, or is being captured
+/// itself. Nothing is enqueued then.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_is_replayed_in_steps_like_its_own_alone() {
@@ -1018,7 +1021,8 @@ fn the_thread_that_captures_reserves_and_fills() {
     setup.gpu.context.check_err().unwrap();
 }
 
-/// Memory dropped during a capture adds no deallocation to the graph, and is freed: at once, or after the engine's own capture.
+/// Memory dropped during a capture adds no deallocation to the graph, and is freed: at once, or after the engine's own
+/// capture.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_dropped_during_a_capture_is_freed_behind_it() {
@@ -1126,8 +1130,8 @@ impl ExpertsStep {
     }
 }
 
-/// Whether every block groups the routes, one block, or a separate kernel: replays have the bits of eager steps, while the router's
-/// choices, the slots and the adapters change.
+/// Whether every block groups the routes, one block, or a separate kernel: replays have the bits of eager steps, while
+/// the router's choices, the slots and the adapters change.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {

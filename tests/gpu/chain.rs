@@ -1,5 +1,5 @@
-//! Operations in sequence, as an engine enqueues them: each reads what the earlier ones wrote, although kernels start before earlier
-//! kernels have ended.
+//! Operations in sequence, as an engine enqueues them: each reads what the earlier ones wrote, although kernels start
+//! before earlier kernels have ended.
 
 use aril::{
     DType,
@@ -28,7 +28,8 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// Layers of these input features and slices. `rank` gives an adapter's rank in a layer, 0 if it has no such module.
+    /// Layers of these input features and slices. `rank` gives an adapter's rank in a layer, 0 if it has no such
+    /// module.
     pub fn new(
         layers: &[(usize, &[usize])],
         capacity: Capacity,
@@ -143,8 +144,8 @@ const CHAIN: [(usize, &[usize]); 4] =
     [(HIDDEN, &[1024, 512, 512]), (HIDDEN, &[INNER]), (INNER, &[1500, 548]), (HIDDEN, &[HIDDEN])];
 const IDLE: [(usize, &[usize]); 2] = [(HIDDEN, &[512]), (INNER, &[256, 1024])];
 
-/// All layers share one routing and one workspace, and `y` of a layer is `x` of the next. Between two layers are launches without
-/// work, which must not let the next layer start before the previous one has ended.
+/// All layers share one routing and one workspace, and `y` of a layer is `x` of the next. Between two layers are
+/// launches without work, which must not let the next layer start before the previous one has ended.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_layer_reads_what_the_one_before_wrote() {
@@ -222,7 +223,8 @@ fn a_layer_reads_what_the_one_before_wrote() {
                     for (layer, (got, expected)) in got.iter().zip(&expected).enumerate() {
                         assert!(
                             got == expected,
-                            "{tokens} tokens, {idle_launches} idle launches between, {how}, {repeat}: buffer {layer} differs"
+                            "{tokens} tokens, {idle_launches} idle launches between, {how}, {repeat}: buffer {layer} \
+                             differs"
                         );
                     }
                 }
@@ -232,8 +234,8 @@ fn a_layer_reads_what_the_one_before_wrote() {
     }
 }
 
-/// A foreign kernel lets its dependents start at once and writes `x` late. Launches without work are behind it, and then a layer that
-/// reads `x`.
+/// A foreign kernel lets its dependents start at once and writes `x` late. Launches without work are behind it, and
+/// then a layer that reads `x`.
 #[test]
 #[ignore = "needs a GPU"]
 fn idle_launches_wait_for_a_late_kernel() {
@@ -272,8 +274,8 @@ fn idle_launches_wait_for_a_late_kernel() {
     }
 }
 
-/// If the second launch of an operation is refused, only shrink runs. It leaves `y` as it was, and the workspace can be used again, by
-/// the one launch of small_m and by the two launches of large_m.
+/// If the second launch of an operation is refused, only shrink runs. It leaves `y` as it was, and the workspace can be
+/// used again, by the one launch of small_m and by the two launches of large_m.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_shrink_without_its_expand_leaves_no_trace() {
@@ -305,8 +307,8 @@ fn a_shrink_without_its_expand_leaves_no_trace() {
     }
 }
 
-/// Each step is a routing and one operation right after it. The operation reads its own step's routing, although it starts before the
-/// routing has ended, and the memory held an earlier step's routing.
+/// Each step is a routing and one operation right after it. The operation reads its own step's routing, although it
+/// starts before the routing has ended, and the memory held an earlier step's routing.
 #[test]
 #[ignore = "needs a GPU"]
 fn an_operation_right_behind_its_routing() {

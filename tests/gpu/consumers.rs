@@ -1,5 +1,5 @@
-//! `silu_mul`, which reads the `y` of a layer of gate and up, fused with its expand: against the reference, through the safe and the raw
-//! API.
+//! `silu_mul`, which reads the `y` of a layer of gate and up, fused with its expand: against the reference, through the
+//! safe and the raw API.
 
 use aril::{
     DType, Element,
@@ -232,8 +232,8 @@ fn consumers_of_tables_of_many_slots() {
     case.check::<half::bf16>(&mut raw(200, true)).unwrap();
 }
 
-/// Results have the same bits when repeated or captured, in any batch, on token tiles and on wide tiles. A base row has those of a
-/// batch without adapters.
+/// Results have the same bits when repeated or captured, in any batch, on token tiles and on wide tiles. A base row has
+/// those of a batch without adapters.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_consumers_token_depends_on_nothing_else() {
@@ -392,7 +392,8 @@ fn a_consumers_launch_allocates_nothing_and_captures_buffers_alone() {
     assert_eq!(to_slice, NotKept("out"));
 }
 
-/// Operations behind one another, each of which starts while the one before ends, give the bits of operations that wait.
+/// Operations behind one another, each of which starts while the one before ends, give the bits of operations that
+/// wait.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_chain_of_consumers_reads_what_was_written_before() {

@@ -299,8 +299,8 @@ impl Hog {
     const END: usize = 1;
     /// Multiprocessors left to other kernels.
     const LEFT: usize = 4;
-    /// The longest pause of a kernel of one thread. Nothing else takes its multiprocessor, so it sees each time slice of another
-    /// process.
+    /// The longest pause of a kernel of one thread. Nothing else takes its multiprocessor, so it sees each time slice
+    /// of another process.
     const LONGEST_PAUSE: &str = r"
         .version 7.0
         .target sm_80
@@ -414,8 +414,8 @@ impl Hog {
 
     /// Whether the work that `try_beside` runs beside kernels of this many microseconds ends before them.
     ///
-    /// The kernels need no multiprocessor that the other kernel occupies, so they end before it. Streams may share a hardware queue,
-    /// so there is more than one try.
+    /// The kernels need no multiprocessor that the other kernel occupies, so they end before it. Streams may share a
+    /// hardware queue, so there is more than one try.
     fn is_outrun(mut try_beside: impl FnMut(u64) -> bool) -> bool {
         let tries = [300, 3_000, 30_000, 300_000, 300_000, 300_000];
         tries.into_iter().any(|microseconds| try_beside(microseconds) && microseconds >= 3_000)

@@ -22,7 +22,8 @@ pub struct Gpu {
     pub queue: Queue,
 }
 
-/// A device that plans are to be for: compute capability, KB of shared memory of a block, and multiprocessors, as `12.0,99,48`.
+/// A device that plans are to be for: compute capability, KB of shared memory of a block, and multiprocessors, as
+/// `12.0,99,48`.
 fn parse(device: &str) -> Device {
     let [capability, kilobytes, multiprocessors] = device.split(',').collect::<Vec<_>>().try_into().unwrap();
     let (major, minor) = capability.split_once('.').unwrap();

@@ -1,5 +1,5 @@
-//! Kernels load the routing and the adapters' descriptors before they wait for earlier kernels (csrc/ptx/pdl.cuh). In these tests each
-//! step has other ones at the same addresses, which a slow kernel of one block writes.
+//! Kernels load the routing and the adapters' descriptors before they wait for earlier kernels (csrc/ptx/pdl.cuh). In
+//! these tests each step has other ones at the same addresses, which a slow kernel of one block writes.
 
 use aril::{
     DType,
@@ -99,8 +99,8 @@ impl Turns {
             membar.gl;
             ret;
         }
-        .visible .entry compare(.param .u64 turn, .param .u64 expected, .param .u64 got, .param .u32 words, .param .u32 sets,
-                                .param .u64 mismatches)
+        .visible .entry compare(.param .u64 turn, .param .u64 expected, .param .u64 got, .param .u32 words,
+                                .param .u32 sets, .param .u64 mismatches)
         {
             .reg .pred %more, %differs;
             .reg .b32 %i, %size, %block, %number, %num_sets, %count, %value, %other, %at;
@@ -295,8 +295,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// The routing and the descriptors that a launch reads are those of its step: in 10^5 steps, in the cache that kernels have by default,
-/// and in the largest.
+/// The routing and the descriptors that a launch reads are those of its step: in 10^5 steps, in the cache that kernels
+/// have by default, and in the largest.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_launch_reads_what_its_step_has_written() {

@@ -1,5 +1,5 @@
-//! An engine on the safe API: adapters by name, a loader thread, and a captured decode step beside eager prefills on one queue.
-//! Every number is a small integer, so its results equal the CPU's in every bit except the signs of zeros.
+//! An engine on the safe API: adapters by name, a loader thread, and a captured decode step beside eager prefills on
+//! one queue. Every number is a small integer, so its results equal the CPU's in every bit except the signs of zeros.
 
 #![forbid(unsafe_code)]
 

@@ -46,10 +46,11 @@ struct Safe<'a> {
 /// The raw API, in memory that is NaN wherever it belongs to no operand.
 struct Raw<'a> {
     gpu: &'a Gpu,
-    /// Tokens of the operation beyond the routed ones, as in a captured graph. They belong to an earlier step and have adapters. None
-    /// if the case gives its rows.
+    /// Tokens of the operation beyond the routed ones, as in a captured graph. They belong to an earlier step and have
+    /// adapters. None if the case gives its rows.
     padded_tokens: usize,
-    /// Launch from a graph that was captured for another step and replayed once. Otherwise no step comes before the case's.
+    /// Launch from a graph that was captured for another step and replayed once. Otherwise no step comes before the
+    /// case's.
     captured: bool,
 }
 
@@ -271,7 +272,8 @@ fn experts_through_the_raw_door_agree_with_the_reference() {
     });
 }
 
-/// A batch without tokens, before which there was none: the routing has no token that could be looked up. However routes are grouped.
+/// A batch without tokens, before which there was none: the routing has no token that could be looked up. However
+/// routes are grouped.
 #[test]
 #[ignore = "needs a GPU"]
 fn an_empty_batch_looks_up_no_token() {
@@ -568,7 +570,8 @@ fn a_tokens_bits_do_not_depend_on_the_slots() {
     });
 }
 
-/// Activations over the whole range and beyond, with an adapter that adds zero and with none, alone and among many tokens.
+/// Activations over the whole range and beyond, with an adapter that adds zero and with none, alone and among many
+/// tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn activations_are_those_of_the_reference() {
@@ -639,7 +642,8 @@ fn activations_are_those_of_the_reference() {
                     if value.is_infinite() {
                         return Expected::Exactly(T::from_f32(value as f32));
                     }
-                    // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an exponent.
+                    // As in `World::expect_activation`: the factors' magnitudes times a few roundings, and those of an
+                    // exponent.
                     let (x, up) = match activation {
                         Activation::SwigluOai { limit, .. } => {
                             let limit = f64::from(limit);
@@ -690,7 +694,8 @@ fn activations_are_those_of_the_reference() {
     }
 }
 
-/// Layers of one model, where each adapter's experts share other factors, are bit-identical to the CPU: all sums are exact.
+/// Layers of one model, where each adapter's experts share other factors, are bit-identical to the CPU: all sums are
+/// exact.
 #[test]
 #[ignore = "needs a GPU"]
 fn layers_of_one_model_have_each_its_own() {

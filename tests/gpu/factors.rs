@@ -20,7 +20,8 @@ use crate::device::Gpu;
 const CAPACITY: Capacity = Capacity::tokens(8).slots(2).rank(80);
 const SCALING: f32 = 2.0;
 
-/// Layers of sizes that are multiples of tiles and that are not, the last with so many slices that one launch cannot pack all modules.
+/// Layers of sizes that are multiples of tiles and that are not, the last with so many slices that one launch cannot
+/// pack all modules.
 fn model() -> (Model, Vec<LinearId>) {
     let mut spec = ModelSpec::new();
     let qkv = Linear::new("qkv", Parallel::Column, 512).slice("q", 256).slice("k", 64).slice("v", 72);
@@ -104,7 +105,8 @@ fn random<T: Element + DeviceRepr + ValidAsZeroBits>(
     }
     let (ranks, alphas) = (ranks.join(","), alphas.join(","));
     let config = format!(
-        r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": {{{ranks}}}, "alpha_pattern": {{{alphas}}}}}"#
+        r#"{{"peft_type": "LORA", "r": 1, "lora_alpha": 1,
+             "rank_pattern": {{{ranks}}}, "alpha_pattern": {{{alphas}}}}}"#
     );
     (all, Adapter::from_tensors(&config, tensors).unwrap())
 }
@@ -255,7 +257,8 @@ fn factors_of_two_types_are_refused() {
     assert!(weights.get(0).is_none());
 }
 
-/// The packing waits for what the queue has in front of it: here a copy of the factors, of which they are the first and the last.
+/// The packing waits for what the queue has in front of it: here a copy of the factors, of which they are the first and
+/// the last.
 #[test]
 #[ignore = "needs a GPU"]
 fn factors_may_be_written_right_before() {

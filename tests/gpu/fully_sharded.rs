@@ -1,5 +1,5 @@
-//! Fully sharded layers: shrink on every rank, the exchange of `v` on the host, and expand on every rank, against the CPU and the
-//! reference.
+//! Fully sharded layers: shrink on every rank, the exchange of `v` on the host, and expand on every rank, against the
+//! CPU and the reference.
 
 use aril::{
     DType, Element,
@@ -296,7 +296,8 @@ fn bits<T: Element>(values: &[T]) -> Vec<u32> {
     values.iter().map(|value| value.to_f32().to_bits()).collect()
 }
 
-/// How a layer is sharded; the number of ranks, and of inputs; the outputs of its modules; and the ranks of two adapters.
+/// How a layer is sharded; the number of ranks, and of inputs; the outputs of its modules; and the ranks of two
+/// adapters.
 type Layer = (Parallel, [usize; 2], &'static [usize], [usize; 2]);
 
 const SMALL_LAYERS: [Layer; 3] = [
@@ -317,8 +318,8 @@ const LAYERS: [Layer; 6] = [
 
 const TOKENS: [usize; 5] = [1, 6, 17, 70, 600];
 
-/// Sums of small integers are exact in any order: the bits are those of the CPU. Of tokens without an adapter, `v` is zero and `y` as it
-/// was.
+/// Sums of small integers are exact in any order: the bits are those of the CPU. Of tokens without an adapter, `v` is
+/// zero and `y` as it was.
 fn exact<T: Float>() {
     let gpu = Gpu::new();
     for &(parallel, sizes, outputs, ranks) in choose(&LAYERS[..], &SMALL_LAYERS) {
@@ -401,7 +402,8 @@ fn random<T: Float>() {
                                 let difference = (f64::from(after) - value).abs();
                                 assert!(
                                     difference <= error,
-                                    "{parallel:?} {sizes:?}, token {token}, rank {rank}, output {output}: {after} instead of {value}"
+                                    "{parallel:?} {sizes:?}, token {token}, rank {rank}, output {output}: {after} \
+                                     instead of {value}"
                                 );
                             }
                             _ => assert_eq!(after.to_bits(), before.to_bits()),

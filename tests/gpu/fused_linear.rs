@@ -1,4 +1,5 @@
-//! The fused linear against the reference, through the safe and the raw API, in memory that is NaN outside the operands.
+//! The fused linear against the reference, through the safe and the raw API, in memory that is NaN outside the
+//! operands.
 
 use std::{
     sync::Arc,
@@ -258,7 +259,8 @@ fn corners() {
     }
 }
 
-/// Results have the same bits when repeated, captured or padded, through either API, whichever block computes `A x`, and in any batch.
+/// Results have the same bits when repeated, captured or padded, through either API, whichever block computes `A x`,
+/// and in any batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_tokens_bits_depend_on_nothing_else() {
@@ -628,8 +630,9 @@ fn in_parts<'a>(weights: &WeightTable, id: LinearId, w: &View<'a, bf16>) -> Resu
     FusedLinear::new(weights, id, [rows(0, OUT[0])?, rows(OUT[0], OUT[1])?])
 }
 
-/// The kernel reads W before it waits for the one in front of it. So a layer that is created within a capture is not recorded there: W may
-/// be what the capture writes. A graph that was captured before may write W between launches, which it ends before.
+/// The kernel reads W before it waits for the one in front of it. So a layer that is created within a capture is not
+/// recorded there: W may be what the capture writes. A graph that was captured before may write W between launches,
+/// which it ends before.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_layer_reads_w_behind_what_writes_it() {
@@ -837,7 +840,8 @@ fn a_launch_allocates_nothing_on_the_host() {
     assert_eq!(crate::hot_path::allocations(|| (0..20).for_each(|_| step())), 0);
 }
 
-/// Shares a workspace with the other operations, eager and captured, of other layers and batches. No launch reads sums of another.
+/// Shares a workspace with the other operations, eager and captured, of other layers and batches. No launch reads sums
+/// of another.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_workspace_remembers_nothing() {
@@ -1008,8 +1012,9 @@ impl Launches {
     }
 }
 
-/// Where no block hands over its sums, and each of 32 tokens has an adapter of its own, the blocks of a slice compute the sums of its
-/// adapters themselves: four parts of 16 ranks of each, one after the other. A block alone would take less than 10 us for each.
+/// Where no block hands over its sums, and each of 32 tokens has an adapter of its own, the blocks of a slice compute
+/// the sums of its adapters themselves: four parts of 16 ranks of each, one after the other. A block alone would take
+/// less than 10 us for each.
 #[test]
 #[ignore = "needs a GPU"]
 fn missing_sums_are_computed_in_a_bounded_time() {

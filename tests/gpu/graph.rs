@@ -17,7 +17,8 @@ use crate::{
 
 const FEATURES: usize = 64;
 
-/// An adapter of `rank` that adds `rank * value` times the sum of x to every feature of both layers and to the embedding.
+/// An adapter of `rank` that adds `rank * value` times the sum of x to every feature of both layers and to the
+/// embedding.
 fn adapter(rank: usize, value: f32) -> Adapter {
     let modules = [Lora::linear("m.q", FEATURES, FEATURES, rank), Lora::embedding("embed", 10, FEATURES, rank)];
     adapters::adapter(&modules.map(|module| module.of_rows(|_| value)))

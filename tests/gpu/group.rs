@@ -195,7 +195,8 @@ fn two_ranks_share_their_slots() {
     assert_eq!(of_ranks[0], of_ranks[1]);
 }
 
-/// The second rank cannot pack an adapter, whose copy the first has begun or made. No rank has it, and nothing of it is left.
+/// The second rank cannot pack an adapter, whose copy the first has begun or made. No rank has it, and nothing of it is
+/// left.
 #[test]
 #[ignore = "needs a GPU"]
 fn an_adapter_that_one_rank_cannot_pack_is_on_neither() {
@@ -268,8 +269,8 @@ impl Ranks for Through {
     }
 }
 
-/// One that panics while a read that copies begins, and others that say that it needs less memory, or that copies have ended. The group ends with
-/// a named error; what is under way does not hinder the end of the pool, or another one.
+/// One that panics while a read that copies begins, and others that say that it needs less memory, or that copies have
+/// ended. The group ends with a named error; what is under way does not hinder the end of the pool, or another one.
 #[test]
 #[ignore = "needs a GPU"]
 fn channels_that_panic_and_lie_end_the_group() {

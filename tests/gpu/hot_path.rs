@@ -94,7 +94,8 @@ fn a_launch_allocates_nothing_on_the_host() {
     assert_eq!(allocations(|| (0..20).for_each(|_| step())), 0);
 }
 
-/// Nor does an operation on experts or a grouping, whether every block groups the routes, one block, or a separate kernel.
+/// Nor does an operation on experts or a grouping, whether every block groups the routes, one block, or a separate
+/// kernel.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_launch_on_experts_allocates_nothing_on_the_host() {

@@ -1,5 +1,5 @@
-//! Loading during steps: no step sees a part of an adapter, none waits for the loader, and freed memory is reused only after its last
-//! use.
+//! Loading during steps: no step sees a part of an adapter, none waits for the loader, and freed memory is reused only
+//! after its last use.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -35,8 +35,8 @@ fn slots(number: i32) -> [i32; TOKENS] {
     [number; TOKENS]
 }
 
-/// Another thread keeps loading into one slot, with other ranks and values in turn. Each step sees one whole adapter, never an older
-/// one than the step before, and the other slot unchanged.
+/// Another thread keeps loading into one slot, with other ranks and values in turn. Each step sees one whole adapter,
+/// never an older one than the step before, and the other slot unchanged.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_step_sees_whole_adapters_while_others_load() {
@@ -76,8 +76,8 @@ fn a_step_sees_whole_adapters_while_others_load() {
     });
 }
 
-/// While the queue is far behind, a slot is emptied and another adapter gets its memory. The step enqueued before still reads the old
-/// adapter.
+/// While the queue is far behind, a slot is emptied and another adapter gets its memory. The step enqueued before still
+/// reads the old adapter.
 #[test]
 #[ignore = "needs a GPU"]
 fn room_is_not_overwritten_before_what_reads_it_has_run() {
@@ -131,8 +131,8 @@ fn replaced_adapters_are_read_to_the_end() {
     assert_eq!(setup.step(&slots(0)), [17.0; TOKENS]);
 }
 
-/// An adapter of five pieces, whose factors all differ, goes through two buffers. Its copies wait for a queue that is far behind, so that
-/// a buffer that is filled again before its copy has ended is seen.
+/// An adapter of five pieces, whose factors all differ, goes through two buffers. Its copies wait for a queue that is
+/// far behind, so that a buffer that is filled again before its copy has ended is seen.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
@@ -142,7 +142,8 @@ fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
     let mut setup = Setup::new(LAYERS, FEATURES, BYTES * 3 / 2);
     let spin = Spin::new(&setup.gpu);
     let mut staging = Staging::new(&setup.gpu.queue).unwrap();
-    // The product of both factors is the layer's number. Each of them alone is of this layer and of none that is 16 or 32 away.
+    // The product of both factors is the layer's number. Each of them alone is of this layer and of none that is 16 or
+    // 32 away.
     let tensor = |shape: [usize; 2], value: f32| {
         let values = vec![value; shape[0] * shape[1]];
         Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
@@ -178,8 +179,8 @@ fn a_staging_buffer_is_kept_until_its_copy_has_ended() {
     }
 }
 
-/// A reservation dropped at any stage frees its memory. Its pending copies precede those of the next adapter there, even while the
-/// queue is far behind and through another staging.
+/// A reservation dropped at any stage frees its memory. Its pending copies precede those of the next adapter there,
+/// even while the queue is far behind and through another staging.
 #[test]
 #[ignore = "needs a GPU"]
 fn dropped_reservations_give_their_room_back() {
@@ -328,7 +329,8 @@ fn percentiles(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize
     [times[replays / 2], times[replays * 99 / 100]]
 }
 
-/// All operations of a decode step of Qwen3-8B, replayed while another thread loads adapters of more than 100 MB through `load`.
+/// All operations of a decode step of Qwen3-8B, replayed while another thread loads adapters of more than 100 MB
+/// through `load`.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_loader_thread_does_not_delay_a_decode_graph() {

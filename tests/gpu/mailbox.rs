@@ -1,5 +1,5 @@
-//! The mailbox, through which blocks of a launch pass values (csrc/device/mailbox.cuh): tags that repeat, and two launches that use it
-//! at once.
+//! The mailbox, through which blocks of a launch pass values (csrc/device/mailbox.cuh): tags that repeat, and two
+//! launches that use it at once.
 
 use aril::{
     cuda::{Kernels, raw},
@@ -87,7 +87,8 @@ fn tags_come_again_without_harm() {
     let stack = stack();
     for &stale_tag in choose(&[None, Some(1_u32), Some(2), Some(3)][..], &[None, Some(2)]) {
         for big in (1..6).step_by(choose(1, 3)) {
-            // The tags are 2^32 - 2, 2^32 - 1, 1, 2, 3, 4. Small launches leave the words of all rows but the first as they are.
+            // The tags are 2^32 - 2, 2^32 - 1, 1, 2, 3, 4. Small launches leave the words of all rows but the first as
+            // they are.
             let tokens: Vec<usize> = (0..6).map(|number| if number == big { MOST_TOKENS } else { 1 }).collect();
             let mut launches = Launches::new(&stack, &tokens);
             let expected = launches.expected();
@@ -114,8 +115,8 @@ fn tags_come_again_without_harm() {
     }
 }
 
-/// Loading kernels tests the order in which the device starts blocks, on a separate stream. A capture on another thread is not
-/// disturbed.
+/// Loading kernels tests the order in which the device starts blocks, on a separate stream. A capture on another thread
+/// is not disturbed.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_are_loaded_beside_a_capture() {
@@ -137,7 +138,8 @@ fn kernels_are_loaded_beside_a_capture() {
     assert!(launches.take() == expected);
 }
 
-/// Misuse that would hang a launch, or corrupt another. It ends with an error that loses the device, so each case has a process.
+/// Misuse that would hang a launch, or corrupt another. It ends with an error that loses the device, so each case has a
+/// process.
 mod misuse {
     use std::{env, process::Command};
 
@@ -156,8 +158,8 @@ mod misuse {
         false => CUresult::CUDA_ERROR_LAUNCH_FAILED,
     };
 
-    /// Runs the calling test again in a new process, which launches on mailboxes that begin with these words until a launch fails, and
-    /// expects a kernel's failure there, with this message in builds for development.
+    /// Runs the calling test again in a new process, which launches on mailboxes that begin with these words until a
+    /// launch fails, and expects a kernel's failure there, with this message in builds for development.
     fn is_detected(test: &str, headers: impl IntoIterator<Item = Vec<u64>>, message: &str) {
         if env::var_os(VARIABLE).is_some() {
             let stack = stack();
@@ -196,8 +198,8 @@ mod misuse {
         is_detected("mailbox::misuse::two_launches_at_once_are_detected", of_another, message);
     }
 
-    /// The count of blocks carries into the tag: the first blocks of the launch get another tag than the others. How many they are is tried
-    /// out, so that one of them has work, which nobody with the other tag ever finds.
+    /// The count of blocks carries into the tag: the first blocks of the launch get another tag than the others. How
+    /// many they are is tried out, so that one of them has work, which nobody with the other tag ever finds.
     #[test]
     #[ignore = "needs a GPU"]
     fn a_wait_without_an_end_is_detected() {

@@ -34,8 +34,8 @@ fn slots(number: i32) -> [i32; TOKENS] {
     [number; TOKENS]
 }
 
-/// A panic of the user's `progress` while copies are on their way, with the queue behind or not. The room is free, another staging gets
-/// it, and what is loaded there is whole.
+/// A panic of the user's `progress` while copies are on their way, with the queue behind or not. The room is free,
+/// another staging gets it, and what is loaded there is whole.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_panic_in_progress_frees_no_room_under_a_copy() {
@@ -69,7 +69,8 @@ fn a_panic_in_progress_frees_no_room_under_a_copy() {
     }
 }
 
-/// Loads on rayon's threads, whose packing takes up other loads. None waits for another, and each slot has one of its adapters.
+/// Loads on rayon's threads, whose packing takes up other loads. None waits for another, and each slot has one of its
+/// adapters.
 #[test]
 #[ignore = "needs a GPU"]
 fn loads_on_rayons_threads_do_not_wait_for_each_other() {
@@ -185,8 +186,8 @@ fn a_host_tier_has_any_size() {
     }
 }
 
-/// One thread captures, while another loads into a slot and a third updates a routing, all on one stream. What they enqueue is in no
-/// graph: the slot has the last adapter after all graphs are replayed.
+/// One thread captures, while another loads into a slot and a third updates a routing, all on one stream. What they
+/// enqueue is in no graph: the slot has the last adapter after all graphs are replayed.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_other_threads_enqueue_is_in_no_graph() {
@@ -240,7 +241,8 @@ fn what_other_threads_enqueue_is_in_no_graph() {
     assert_eq!(setup.step(&slots(1)), [9.0; TOKENS]);
 }
 
-/// Input and output in one buffer, views that are used several times, and a shared buffer, which nobody can write to meanwhile.
+/// Input and output in one buffer, views that are used several times, and a shared buffer, which nobody can write to
+/// meanwhile.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_buffer_is_split_and_shared() {

@@ -312,8 +312,8 @@ impl Raw<'_> {
 /// Slots of the tables of [`check_replays`].
 pub const REPLAYED_SLOTS: i32 = 4;
 
-/// Steps of a captured batch of `tokens` tokens: `case` makes each of a seed, the ranks of its adapters in two slices, and the slots of its
-/// live tokens.
+/// Steps of a captured batch of `tokens` tokens: `case` makes each of a seed, the ranks of its adapters in two slices,
+/// and the slots of its live tokens.
 pub fn replayed<L: Layer>(
     tokens: usize,
     case: impl Fn(u64, &[[usize; 2]], Vec<i32>) -> case::Case<L>,
@@ -332,8 +332,9 @@ pub fn replayed<L: Layer>(
     ]
 }
 
-/// A captured step follows its memory, to the bit: adapters of other ranks, other slots and fewer tokens between replays. `layer` makes of a
-/// table and a layer's id what records the operation, with x, y and the matrix that it writes.
+/// A captured step follows its memory, to the bit: adapters of other ranks, other slots and fewer tokens between
+/// replays. `layer` makes of a table and a layer's id what records the operation, with x, y and the matrix that it
+/// writes.
 pub fn check_replays<T: Value, L: Layer, F>(
     gpu: &Gpu,
     steps: &[case::Case<L>],
@@ -570,7 +571,8 @@ fn corners() {
     }
 }
 
-/// Where a table has many slots, a launch has blocks for some of the tiles that a routing may have, and they take turns.
+/// Where a table has many slots, a launch has blocks for some of the tiles that a routing may have, and they take
+/// turns.
 #[test]
 #[ignore = "needs a GPU"]
 fn tables_of_many_slots() {

@@ -1,5 +1,5 @@
-//! The adapter pool: real copies beside steps on two streams. Blocks are filled with NaN before they are overwritten, so a kernel that
-//! reads a wrong or unfinished adapter is seen.
+//! The adapter pool: real copies beside steps on two streams. Blocks are filled with NaN before they are overwritten,
+//! so a kernel that reads a wrong or unfinished adapter is seen.
 
 use std::{
     sync::{Arc, Condvar, Mutex},
@@ -176,8 +176,8 @@ impl Setup {
     }
 }
 
-/// 48 adapters of four ranks over four slots, batches on two streams that are behind the host, versions that are replaced. Every output
-/// of every step is checked.
+/// 48 adapters of four ranks over four slots, batches on two streams that are behind the host, versions that are
+/// replaced. Every output of every step is checked.
 #[test]
 #[ignore = "needs a GPU"]
 fn many_adapters_share_few_slots_on_two_streams() {
@@ -241,7 +241,8 @@ fn many_adapters_share_few_slots_on_two_streams() {
     assert_eq!((end.device_memory.used, end.host_memory.used, end.resident, end.adapters), (0, 0, 0, 0));
 }
 
-/// Nothing waits on the host: with one stream far behind, another adapter takes its slot. Its copy runs when the stream has left it.
+/// Nothing waits on the host: with one stream far behind, another adapter takes its slot. Its copy runs when the stream
+/// has left it.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_slot_is_overwritten_after_the_last_step_that_reads_it() {
@@ -291,7 +292,8 @@ fn graphs_follow_the_pool() {
     assert!(setup.pool.snapshot().counters.evictions > choose(20, 5));
 }
 
-/// A captured stream refuses what would add work to it, and nothing is lost. Another thread's tables refuse what the pool alone does.
+/// A captured stream refuses what would add work to it, and nothing is lost. Another thread's tables refuse what the
+/// pool alone does.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_cannot_be_enqueued_is_refused() {
@@ -335,7 +337,8 @@ fn what_cannot_be_enqueued_is_refused() {
     assert!(!weights.fits(&image));
 }
 
-/// Slots in device memory are not checked. Without a lease, they give their old adapter as a whole, and then the base model.
+/// Slots in device memory are not checked. Without a lease, they give their old adapter as a whole, and then the base
+/// model.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_slot_without_a_lease_never_reads_another_adapter() {
@@ -366,8 +369,8 @@ fn a_slot_without_a_lease_never_reads_another_adapter() {
     }
 }
 
-/// A batch is checked for its own slots: those of the host's last batch do not count against slots in device memory, nor the other way
-/// round.
+/// A batch is checked for its own slots: those of the host's last batch do not count against slots in device memory,
+/// nor the other way round.
 #[test]
 #[ignore = "needs a GPU"]
 fn batches_of_the_host_and_of_the_device_alternate() {
@@ -470,7 +473,8 @@ fn gated(value: f32, last: f32, gate: &Arc<Gate>) -> Adapter {
 }
 
 impl Setup {
-    /// Registers a large adapter and starts to read all of it but its last factor, if the device has room. The gate is closed then.
+    /// Registers a large adapter and starts to read all of it but its last factor, if the device has room. The gate is
+    /// closed then.
     fn reading(&mut self, value: f32, last: f32, gate: &Arc<Gate>) -> AdapterId {
         gate.set(true);
         let source = Source::memory(Arc::new(gated(value, last, gate)), &self.model, DType::F32).unwrap();
@@ -492,8 +496,8 @@ impl Setup {
     }
 }
 
-/// An adapter takes its room on the device when its read starts, and is leased when it has ended. A batch that needs the room gets it, a
-/// read that fails gives it back, and no step sees a part of an adapter.
+/// An adapter takes its room on the device when its read starts, and is leased when it has ended. A batch that needs
+/// the room gets it, a read that fails gives it back, and no step sees a part of an adapter.
 #[test]
 #[ignore = "needs a GPU"]
 fn adapters_are_copied_while_they_are_read() {

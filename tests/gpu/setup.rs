@@ -78,7 +78,8 @@ impl Setup {
         self.weights.load(slot, &self.adapter(rank, value).plan(self.model(), DType::F32).unwrap())
     }
 
-    /// Enqueues an eager step on zeroed y, whose tokens have the slots of these numbers with the adapters that are there now.
+    /// Enqueues an eager step on zeroed y, whose tokens have the slots of these numbers with the adapters that are
+    /// there now.
     pub fn enqueue(&mut self, slots: &[i32]) {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
         self.enqueue_on_y(slots);

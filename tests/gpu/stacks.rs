@@ -1,5 +1,5 @@
-//! Stacks whose adapters come and go: with the stack that steps and replays get, each token has the delta of its own adapter or the batch is
-//! refused. The base GEMM is the host's: it multiplies by the rows as they are on the device.
+//! Stacks whose adapters come and go: with the stack that steps and replays get, each token has the delta of its own
+//! adapter or the batch is refused. The base GEMM is the host's: it multiplies by the rows as they are on the device.
 
 use std::{sync::Arc, time::Duration};
 

@@ -22,8 +22,8 @@ const FEATURES: usize = 64;
 const RANK: usize = 16;
 const SLOTS: usize = 3;
 
-/// Eager and captured steps, on memory that cudarc allocates on the stream, between drops of all objects of the queue. An arena of the
-/// size for the capacity holds an adapter of the largest rank in each slot, and replaces each of them.
+/// Eager and captured steps, on memory that cudarc allocates on the stream, between drops of all objects of the queue.
+/// An arena of the size for the capacity holds an adapter of the largest rank in each slot, and replaces each of them.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_queue_of_a_bare_stream_is_like_any_other() {

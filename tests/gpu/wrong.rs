@@ -1,5 +1,5 @@
-//! Calls that the GPU alone refuses: operands of other streams and contexts, routes and workspaces without room, and raw memory that
-//! kernels cannot use. Run the random calls under compute-sanitizer.
+//! Calls that the GPU alone refuses: operands of other streams and contexts, routes and workspaces without room, and
+//! raw memory that kernels cannot use. Run the random calls under compute-sanitizer.
 
 use aril::{
     DType, Slot,
@@ -102,7 +102,8 @@ fn foreign_operands_are_refused() {
     assert_eq!(y.read::<f32>(), [1.0; 64]);
 }
 
-/// The refusals of linear layers, and those of experts alone: the router's choices, and routes grouped on another stream.
+/// The refusals of linear layers, and those of experts alone: the router's choices, and routes grouped on another
+/// stream.
 #[test]
 #[ignore = "needs a GPU"]
 fn foreign_operands_of_experts_are_refused() {

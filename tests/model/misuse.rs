@@ -4,13 +4,15 @@
 //!
 //! | mistake | doctest |
 //! |---|---|
-//! | a step after the next update of its routing; a routing that is updated between a step and a replay | `cuda::doctests::Stale`, `UpdatedUnderReplay` |
+//! | a step after the next update of its routing | `cuda::doctests::Stale` |
+//! | a routing that is updated between a step and a replay | `UpdatedUnderReplay` |
 //! | a captured step that outlives its capture, or is exchanged for that of another | `KeptStep`, `ExchangedSteps` |
 //! | routes of another batch | `StaleRoutes` |
 //! | an expand of another shrink's sums | `ExpandedAfterOthers`, `cpu::LoraLinear::shrink` |
 //! | the end of a step of the pool under it | `EndedUnderStep`, `cpu::AdapterPool::step` |
 //! | an adapter that is committed twice | `CommittedTwice` |
-//! | x and y exchanged, of two types, or one matrix; W that is written or freed under its fused linear | `Swapped`, `OtherType`, `BorrowedW` |
+//! | x and y exchanged, of two types, or one matrix | `Swapped`, `OtherType` |
+//! | W that is written or freed under its fused linear | `BorrowedW` |
 //! | operations of a graph without a step | `Graph::replay` takes one |
 //!
 //! Those of graphs, streams and routings are in tests/gpu/misuse.rs, and wrong operands of each operation in wrong.rs.

@@ -1,8 +1,10 @@
-//! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a step is.
+//! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a
+//! step is.
 //!
-//! A plain table and an adapter pool with two streams are driven together, and graphs where the backend has them. Every other pool is that
-//! of a group of one rank. All of them have the same model, whose adapters add a number to every output. A [`Device`] is all of this on a backend, as
-//! [`machine`] makes it; [`Broken`] breaks one promise of it at a time, to show that the model sees it.
+//! A plain table and an adapter pool with two streams are driven together, and graphs where the backend has them. Every
+//! other pool is that of a group of one rank. All of them have the same model, whose adapters add a number to every
+//! output. A [`Device`] is all of this on a backend, as [`machine`] makes it; [`Broken`] breaks one promise of it at a
+//! time, to show that the model sees it.
 #![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
 
 pub mod machine;
@@ -207,7 +209,8 @@ pub enum Fails {
 #[derive(Clone, Copy, Debug)]
 pub enum Row {
     Base,
-    /// What the plain table has, or that of a lease of the pool, which may have ended: steps may follow until the next end of a step.
+    /// What the plain table has, or that of a lease of the pool, which may have ended: steps may follow until the next
+    /// end of a step.
     Own(usize),
     /// That of a lease on the plain table, or of the plain table in the pool.
     Other(usize),
@@ -786,7 +789,8 @@ impl<D: Device> Expected<D> {
         Ok(())
     }
 
-    /// What a call of the pool returned; `None` if the ranks of its group cannot agree any more. From then on, they cannot.
+    /// What a call of the pool returned; `None` if the ranks of its group cannot agree any more. From then on, they
+    /// cannot.
     fn unless_over<T: std::fmt::Debug>(&mut self, result: Result<T, PoolError>) -> Result<Option<T>, String> {
         match result {
             Err(PoolError::Load(LoadError::Group(error))) if self.channel_fails => {
@@ -930,7 +934,8 @@ fn of(index: usize, len: usize) -> Option<usize> {
 pub enum Promise {
     /// A step refuses what it may not use.
     RefusesSteps,
-    /// It refuses the slots of others, of adapters that are gone and of leases that have ended, and does not take what is there now.
+    /// It refuses the slots of others, of adapters that are gone and of leases that have ended, and does not take what
+    /// is there now.
     RefusesSlots,
     /// Room is for the adapter that it was reserved for.
     OwnRoom,

@@ -1,5 +1,5 @@
-//! Calls of operations whose operands do not fit, and the error, which is the same on every backend; and random calls, which are refused
-//! or computed.
+//! Calls of operations whose operands do not fit, and the error, which is the same on every backend; and random calls,
+//! which are refused or computed.
 
 use std::error::Error;
 

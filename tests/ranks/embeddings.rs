@@ -14,8 +14,8 @@ use crate::{
 
 const HIDDEN: usize = 6;
 
-/// Checks an embedding on all ranks of a group: the sum of the ranks' deltas, or each of them, is the whole one. Returns whether the
-/// vocabulary can be divided.
+/// Checks an embedding on all ranks of a group: the sum of the ranks' deltas, or each of them, is the whole one.
+/// Returns whether the vocabulary can be divided.
 fn check(vocab: usize, padded: Option<usize>, size: usize) -> bool {
     let mut spec = ModelSpec::new();
     let id = match padded {

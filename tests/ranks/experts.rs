@@ -52,7 +52,8 @@ fn adapted(num_experts: usize, inter: usize, shared: Shared) -> Adapted {
     Adapted { gate, up, down }
 }
 
-/// Checks groups of so many experts each, every group sharded over `size` ranks. Returns whether the intermediate features can be divided.
+/// Checks groups of so many experts each, every group sharded over `size` ranks. Returns whether the intermediate
+/// features can be divided.
 fn check(groups: &[usize], size: usize, inter: usize, shared: Shared) -> bool {
     let (parts, num_experts) = (groups.len(), groups.iter().sum());
     let mut spec = ModelSpec::new();

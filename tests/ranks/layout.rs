@@ -158,8 +158,8 @@ pub(crate) fn layouts(heads: usize) -> Vec<Layout> {
     ]
 }
 
-/// Checks each layout in groups of 1 to 16 ranks, with numbers of heads that divide and some that do not. `check` returns whether the
-/// group can divide the layout.
+/// Checks each layout in groups of 1 to 16 ranks, with numbers of heads that divide and some that do not. `check`
+/// returns whether the group can divide the layout.
 pub(crate) fn check_all(check: impl Fn(&Layout, usize) -> bool) {
     let (mut even, mut uneven) = (vec![0; layouts(1).len()], vec![0; layouts(1).len()]);
     for size in 1..=16 {

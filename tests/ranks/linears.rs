@@ -43,7 +43,8 @@ impl Layout {
         true
     }
 
-    /// Checks that the ranks' deltas, side by side or summed, are the whole ones, given by module for each token's input.
+    /// Checks that the ranks' deltas, side by side or summed, are the whole ones, given by module for each token's
+    /// input.
     fn check_deltas(&self, id: LinearId, ranks: &[WeightTable], whole: impl Fn(&[f32]) -> Vec<Vec<f32>>) {
         let x = integers(1, TOKENS * self.inputs);
         let deltas: Vec<_> = x.chunks(self.inputs).map(whole).collect();

@@ -68,7 +68,8 @@ fn check(size: usize, [q_rows, kv_rows]: [usize; 2], first_of_kv: impl Fn(usize)
     }
 }
 
-/// 512 rows of q, and all 256 of one head of k and of v: 1024. The sixteenth part of all rows is 576, which leaves room for none of v.
+/// 512 rows of q, and all 256 of one head of k and of v: 1024. The sixteenth part of all rows is 576, which leaves room
+/// for none of v.
 #[test]
 fn sixteen_ranks_of_two_key_value_heads() {
     assert_eq!((Q + 2 * KV) / 16, 576);

@@ -1,5 +1,5 @@
-//! Work on the host: planning, packing an adapter, a step of a pool, grouping a batch, admitting requests, and the operations of the
-//! CPU.
+//! Work on the host: planning, packing an adapter, a step of a pool, grouping a batch, admitting requests, and the
+//! operations of the CPU.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -49,8 +49,8 @@ fn plan(criterion: &mut Criterion) {
     });
 }
 
-/// Packs adapters of rank 16 of a decoder layer of Qwen3-8B, which is in the cache, and of all layers, on rayon's threads.
-/// `RAYON_NUM_THREADS=1` gives the rate of one thread.
+/// Packs adapters of rank 16 of a decoder layer of Qwen3-8B, which is in the cache, and of all layers, on rayon's
+/// threads. `RAYON_NUM_THREADS=1` gives the rate of one thread.
 fn pack(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pack");
     for num_layers in [1, QWEN3_LAYERS] {
@@ -70,8 +70,9 @@ fn pack(criterion: &mut Criterion) {
     }
 }
 
-/// Adapters from a directory in the page cache to the host tier of a pool, whose memory is allocated for each load: checking the directory,
-/// and reading and packing it. Of the linear layers of Qwen3-8B, and of the experts of eight layers of Qwen3-30B-A3B.
+/// Adapters from a directory in the page cache to the host tier of a pool, whose memory is allocated for each load:
+/// checking the directory, and reading and packing it. Of the linear layers of Qwen3-8B, and of the experts of eight
+/// layers of Qwen3-30B-A3B.
 fn directory(criterion: &mut Criterion) {
     directory_of(criterion, "directory", Layers::qwen3_8b(QWEN3_LAYERS));
     directory_of(criterion, "directory-of-experts", Layers::qwen3_30b_a3b(8));

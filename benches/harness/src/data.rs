@@ -1,5 +1,5 @@
-//! The numbers that a workload is computed on, and the error of its results against the `f64` reference. Host and device have the same
-//! numbers.
+//! The numbers that a workload is computed on, and the error of its results against the `f64` reference. Host and
+//! device have the same numbers.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -78,7 +78,8 @@ impl Data {
         SetLayout::new(workload).factors.chunks(workload.out_slices.len()).enumerate().map(adapter).collect()
     }
 
-    /// The relative error of the deltas of some tokens, all slices, given their rows of y; `set` is where the factors begin.
+    /// The relative error of the deltas of some tokens, all slices, given their rows of y; `set` is where the factors
+    /// begin.
     pub fn error(&self, workload: &Workload, set: usize, got: &BTreeMap<usize, Vec<bf16>>) -> f64 {
         let layout = SetLayout::new(workload);
         let mut tokens: BTreeMap<usize, Vec<usize>> = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! The documents that show records. README.md, benches/README.md and the plots show that of one GPU. The engine's figures of other GPUs are
-//! in the READMEs of their records.
+//! The documents that show records. README.md, benches/README.md and the plots show that of one GPU. The engine's
+//! figures of other GPUs are in the READMEs of their records.
 
 use std::{
     fs,

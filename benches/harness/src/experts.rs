@@ -1,7 +1,7 @@
 //! The workloads of experts, the data they run on, and the error of their results.
 //!
-//! One operation is what a layer does after its router: it groups the routes and adds the deltas of gate_up and down. Consecutive
-//! operations use other sets of adapters and other choices of the router, so that weights come from memory.
+//! One operation is what a layer does after its router: it groups the routes and adds the deltas of gate_up and down.
+//! Consecutive operations use other sets of adapters and other choices of the router, so that weights come from memory.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -166,8 +166,9 @@ impl ExpertsWorkload {
         }
     }
 
-    /// The bytes that any implementation must move, as a mean over `choices`: the factors of each adapter in use, for the experts of its
-    /// tokens, shared factors once; and for tokens with an adapter `x` and both sides of the activation.
+    /// The bytes that any implementation must move, as a mean over `choices`: the factors of each adapter in use, for
+    /// the experts of its tokens, shared factors once; and for tokens with an adapter `x` and both sides of the
+    /// activation.
     pub fn bytes(&self, choices: usize) -> Bytes {
         let Shape { hidden, inter, .. } = self.shape;
         let weights: usize = (0..choices).map(|choice| self.weight_elems(&self.chosen(choice))).sum();
@@ -229,8 +230,8 @@ impl ExpertsWorkload {
         FactorLayout::linear(self.adapters[slot].rank, in_features, out_features)
     }
 
-    /// The relative errors of the deltas of gate_up and of down of some tokens, given the rows of y of all their routes; `set` is
-    /// where the factors begin, and `ids` is what the router chose.
+    /// The relative errors of the deltas of gate_up and of down of some tokens, given the rows of y of all their
+    /// routes; `set` is where the factors begin, and `ids` is what the router chose.
     pub fn errors(&self, data: &Data, set: usize, ids: &[i32], got: &BTreeMap<usize, [Vec<bf16>; 2]>) -> [f64; 2] {
         let (layout, top_k) = (ExpertsLayout::new(self), self.shape.top_k);
         let routes: Vec<usize> = got.keys().flat_map(|token| token * top_k..(token + 1) * top_k).collect();
@@ -303,7 +304,8 @@ impl Squares {
     }
 }
 
-/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece, in the order in which they are packed.
+/// How a set of adapters lies in memory, in elements: each adapter's factors in one piece, in the order in which they
+/// are packed.
 #[derive(Debug)]
 pub struct ExpertsLayout {
     /// By slot, by module and by expert: where A and B begin.

@@ -226,7 +226,8 @@ impl<'a> Layer<'a> {
         let step = self.step(set, batch, self.stage.gpu.raw_stream());
         match &self.kernel {
             Kernel::Embedding { embedding, ids } => {
-                // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs made here.
+                // SAFETY: all of it is this type's or the stage's, used on this stream only, and outlives the graphs
+                // made here.
                 unsafe { embedding.add_delta_raw(&step, ids.address, y) }?;
             }
             Kernel::Linear { linear, .. } => {
@@ -370,7 +371,8 @@ impl<'a> Layer<'a> {
         raw::Table::new(model, DType::BF16, table, workload.num_slots(), workload.max_rank())
     }
 
-    /// Runs once and returns the relative error of the deltas of some tokens, over all slices. Fails if a row of a base token changed.
+    /// Runs once and returns the relative error of the deltas of some tokens, over all slices. Fails if a row of a base
+    /// token changed.
     pub fn check(&self) -> Result<f64> {
         let Self { stage: Stage { data, .. }, workload: Workload { slots, .. }, .. } = self;
         let cols = self.workload.out_features();

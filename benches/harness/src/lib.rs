@@ -1,12 +1,12 @@
-//! The benchmark harness of aril: which workloads are measured, the data they run on, the check of their results, and the tables and
-//! plots of the figures.
+//! The benchmark harness of aril: which workloads are measured, the data they run on, the check of their results, and
+//! the tables and plots of the figures.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`workload`], [`experts`], [`own`] | the workloads: linear layers and embeddings, experts, and those that only aril is measured on |
+//! | [`workload`], [`experts`], [`own`] | the workloads: linear layers, embeddings, experts, those of aril alone |
 //! | [`selection`] | which of these are asked for |
 //! | [`noise`], [`data`] | what a workload is computed on, and the error of its results against the `f64` reference |
-//! | `device`, `layer`, `gemm`, `ceilings` (feature `cuda`) | a workload on the GPU, its base GEMM, and the limits of the device |
+//! | `device`, `layer`, `gemm`, `ceilings` (`cuda`) | a workload on the GPU, its base GEMM, the limits of the device |
 //! | [`results`] | the JSON of measured figures, ours and other libraries' |
 //! | [`record`] | the files in `benches/record` |
 //! | [`pool`] | the adapters that an adapter pool is measured with, and the JSON of its figures |

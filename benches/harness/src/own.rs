@@ -53,8 +53,8 @@ const WITH_BASE: [(u16, u16); 14] = [
     (8192, 8),
 ];
 
-/// The layers of two models with the GEMM of their base layer. Each adapter has about as many tokens: scattered up to 256 tokens, as in
-/// decode, and contiguous above, as in prefill.
+/// The layers of two models with the GEMM of their base layer. Each adapter has about as many tokens: scattered up to
+/// 256 tokens, as in decode, and contiguous above, as in prefill.
 pub fn with_base() -> Result<Vec<Workload>> {
     let list = workload::parse(workload::BUILT_IN)?;
     let mut workloads = Vec::new();
@@ -93,8 +93,8 @@ pub fn launched() -> Result<Vec<Workload>> {
     Ok(workloads)
 }
 
-/// Experts of other models, and of unusual routers, ranks and layouts. The tokens of an adapter are scattered up to 128 tokens, as in
-/// decode, and contiguous above, as in prefill.
+/// Experts of other models, and of unusual routers, ranks and layouts. The tokens of an adapter are scattered up to 128
+/// tokens, as in decode, and contiguous above, as in prefill.
 pub fn own_experts() -> Vec<ExpertsWorkload> {
     let per_expert = |rank| ExpertsAdapter { rank, shared_outer: false };
     let mut workloads = Vec::new();
@@ -174,7 +174,8 @@ fn resident(layer: &Workload) -> Vec<Workload> {
     workloads
 }
 
-/// The table of an engine that is ready for more than a batch has: 8 adapters of rank 16 in use, of 256 slots and up to rank 64.
+/// The table of an engine that is ready for more than a batch has: 8 adapters of rank 16 in use, of 256 slots and up to
+/// rank 64.
 fn engine(layers: &[Workload]) -> Vec<Workload> {
     let mut workloads = Vec::new();
     for layer in layers {

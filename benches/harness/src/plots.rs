@@ -284,8 +284,8 @@ fn means(figures: &[&(Subject<'_>, Figures)], of: fn(&Figures) -> Option<f64>) -
     }
 }
 
-/// Sums of the times that LoRA adds to the layers of a decoder layer, in percent of the sums of their GEMMs' times, by number of
-/// tokens; where a layer lacks a figure there is no point.
+/// Sums of the times that LoRA adds to the layers of a decoder layer, in percent of the sums of their GEMMs' times, by
+/// number of tokens; where a layer lacks a figure there is no point.
 fn percentages<'a>(figures: impl Iterator<Item = (&'a Workload, Option<f64>, f64)>) -> Result<Vec<(f64, f64)>> {
     let figures = figures
         .map(|(workload, added_us, gemm_us)| (workload.num_tokens(), added_us.map(|added_us| (added_us, gemm_us))));

@@ -122,8 +122,8 @@ pub fn classes(figures: Vec<(Subject<'_>, Figures)>, by_layer: bool) -> Table {
     classes.table()
 }
 
-/// Our kernels and others of one call, by kind, tokens, adapters and rank: geometric means over the layers. A library that only writes
-/// deltas is compared with our time of writing them.
+/// Our kernels and others of one call, by kind, tokens, adapters and rank: geometric means over the layers. A library
+/// that only writes deltas is compared with our time of writing them.
 pub fn kernels(entries: &[Entry], chosen: &Chosen) -> Table {
     let others: BTreeSet<&str> =
         entries.iter().map(|entry| entry.peer.as_str()).filter(|peer| results::is_other(peer)).collect();

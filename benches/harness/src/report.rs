@@ -66,7 +66,8 @@ pub struct Figures {
     pub deltas: Option<(String, f64)>,
 }
 
-/// A kind of other library, and our time for the same work. Records without times of writing deltas have that of adding them.
+/// A kind of other library, and our time for the same work. Records without times of writing deltas have that of adding
+/// them.
 type Other = fn(&Figures) -> Option<(&(String, f64), f64)>;
 
 const FASTEST: Other = |figures| Some((figures.fastest.as_ref()?, figures.us));

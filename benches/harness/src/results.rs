@@ -104,7 +104,8 @@ pub struct Added {
 }
 
 impl Added {
-    /// What the arrangement adds that adds least, in µs. The fused linear, which replaces the GEMM, may add less than nothing.
+    /// What the arrangement adds that adds least, in µs. The fused linear, which replaces the GEMM, may add less than
+    /// nothing.
     pub fn least_us(&self) -> Option<f64> {
         self.added_us.values().copied().min_by(f64::total_cmp)
     }
@@ -154,7 +155,8 @@ impl Results {
     }
 }
 
-/// A file of other libraries' figures: as a runner writes it, as [`Others::reduced`] leaves it, or with ours of the same call.
+/// A file of other libraries' figures: as a runner writes it, as [`Others::reduced`] leaves it, or with ours of the
+/// same call.
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct OthersFile {
     pub meta: OthersMeta,
@@ -272,8 +274,8 @@ impl Others {
         others.map(|(name, &us)| (name.clone(), us)).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Keeps the fastest library at each workload, and for experts also the fastest that only writes deltas. The first file that has a
-    /// figure counts. A note marks figures that are not from the first file.
+    /// Keeps the fastest library at each workload, and for experts also the fastest that only writes deltas. The first
+    /// file that has a figure counts. A note marks figures that are not from the first file.
     pub fn reduced(paths: &[impl AsRef<Path>], about: &str) -> Result<OthersFile> {
         let mut reduced = OthersFile::default();
         let mut known: Vec<(usize, Entry, bool)> = Vec::new();

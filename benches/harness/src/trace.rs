@@ -42,7 +42,8 @@ const DEVIATION: f64 = 0.8;
 const MAX_TOKENS: f64 = 4096.0;
 
 impl Trace {
-    /// The requests, by arrival. Traces that differ only in their rate have the same requests, closer together or farther apart.
+    /// The requests, by arrival. Traces that differ only in their rate have the same requests, closer together or
+    /// farther apart.
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,

@@ -1,5 +1,5 @@
-//! The workloads of linear layers and embeddings. `benches/workloads.json` lists those that every library is measured on;
-//! [`own`](crate::own) has those that only aril is measured on.
+//! The workloads of linear layers and embeddings. `benches/workloads.json` lists those that every library is measured
+//! on; [`own`](crate::own) has those that only aril is measured on.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -71,8 +71,8 @@ pub enum Operation {
     Linear,
 }
 
-/// The bytes that any implementation must move: the factors of each adapter in use once, and x and y of each token with an adapter.
-/// An embedding reads one row of A and one id per token.
+/// The bytes that any implementation must move: the factors of each adapter in use once, and x and y of each token with
+/// an adapter. An embedding reads one row of A and one id per token.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Bytes {
     #[serde(rename = "w_bytes")]
@@ -122,8 +122,8 @@ impl Workload {
         [a, [self.out_slices[slice], rank]]
     }
 
-    /// The scaling of all adapters. An embedding's deltas are sums of few products, so a larger scaling keeps them above the rounding
-    /// errors of `y`.
+    /// The scaling of all adapters. An embedding's deltas are sums of few products, so a larger scaling keeps them
+    /// above the rounding errors of `y`.
     pub fn scaling(&self) -> f32 {
         match self.operation {
             Operation::Embedding => 256.0,
@@ -149,8 +149,8 @@ impl Workload {
         Bytes { weights: (a + ranks * self.out_features()) * BF16, x, y }
     }
 
-    /// The bytes that its base GEMM and LoRA must move together: W and the factors of each adapter in use once, x read once and y
-    /// written once.
+    /// The bytes that its base GEMM and LoRA must move together: W and the factors of each adapter in use once, x read
+    /// once and y written once.
     pub fn bytes_with_base(&self) -> Bytes {
         let (tokens, outputs) = (self.num_tokens(), self.out_features());
         Bytes {

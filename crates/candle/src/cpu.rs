@@ -62,8 +62,8 @@ impl Cpu {
         Ok(Routed { cpu: self, tokens: tokens.to_vec(), outputs: outputs.to_vec() })
     }
 
-    /// Runs an operation. This thread has candle's storages meanwhile, and does nothing else: as one of rayon's threads, it would take up
-    /// other work while it waits, which may want the same storages.
+    /// Runs an operation. This thread has candle's storages meanwhile, and does nothing else: as one of rayon's
+    /// threads, it would take up other work while it waits, which may want the same storages.
     fn run<R: Send>(&self, operation: impl FnOnce() -> R + Send) -> R {
         let run = || self.threads.install(operation);
         if rayon::current_thread_index().is_none() {

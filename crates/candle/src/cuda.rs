@@ -31,7 +31,8 @@ pub(super) struct Cuda {
 struct Table {
     weights: WeightTable,
     layers: Layers<LoraLinear>,
-    /// Locked while an operation is enqueued, so that the launches of another one are not between its own. Nothing is waited for meanwhile.
+    /// Locked while an operation is enqueued, so that the launches of another one are not between its own. Nothing is
+    /// waited for meanwhile.
     workspace: Mutex<Workspace>,
 }
 

@@ -17,7 +17,8 @@ use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Lay
 
 /// Adapters in the slots of a table on a candle device, and the linear layers that they adapt.
 ///
-/// It may be used on any thread, one at a time: a [step](Self::step) borrows it, so that no slot changes before the step's last operation.
+/// It may be used on any thread, one at a time: a [step](Self::step) borrows it, so that no slot changes before the
+/// step's last operation.
 pub struct Adapters {
     model: Model,
     dtype: aril::DType,
@@ -38,14 +39,16 @@ impl fmt::Debug for Adapters {
 }
 
 impl Adapters {
-    /// Empty slots for adapters of the linear layers `layers` of `model`, whose activations are in `dtype` (`BF16`, `F16` or `F32`) on
-    /// `device`, with an arena of `arena_bytes` bytes for their factors, which [`arena_bytes_for`](Self::arena_bytes_for) computes.
+    /// Empty slots for adapters of the linear layers `layers` of `model`, whose activations are in `dtype` (`BF16`,
+    /// `F16` or `F32`) on `device`, with an arena of `arena_bytes` bytes for their factors, which
+    /// [`arena_bytes_for`](Self::arena_bytes_for) computes.
     ///
     /// On a GPU, memory for the largest step is allocated here. Its device is one of `Device::new_cuda_with_stream`.
     ///
     /// # Errors
-    /// If the element type or the device is another, an id belongs to another model, a bound of the capacity is invalid, the kernels do not
-    /// support a layer, memory is exhausted, or the device is one of `Device::new_cuda`, whose stream is another on each thread.
+    /// If the element type or the device is another, an id belongs to another model, a bound of the capacity is
+    /// invalid, the kernels do not support a layer, memory is exhausted, or the device is one of `Device::new_cuda`,
+    /// whose stream is another on each thread.
     pub fn new(
         model: &Model,
         layers: impl IntoIterator<Item = LinearId>,
@@ -67,8 +70,8 @@ impl Adapters {
         Ok(Self { model: model.clone(), dtype, backend })
     }
 
-    /// Size of an arena in bytes, on any device, in which adapters of ranks up to `capacity.max_rank` fit into all slots, and one more, which
-    /// replaces another. Smaller adapters take less.
+    /// Size of an arena in bytes, on any device, in which adapters of ranks up to `capacity.max_rank` fit into all
+    /// slots, and one more, which replaces another. Smaller adapters take less.
     ///
     /// # Errors
     /// If the element type is another than `BF16`, `F16` and `F32`.
@@ -81,12 +84,12 @@ impl Adapters {
         Ok(WeightTable::arena_bytes_for(model, element_type(dtype)?, capacity))
     }
 
-    /// Loads an adapter into the slot with this index and replaces the previous one. Blocks until it is on the device. Returns the slot, as
-    /// steps name it. On an error, the slot is unchanged.
+    /// Loads an adapter into the slot with this index and replaces the previous one. Blocks until it is on the device.
+    /// Returns the slot, as steps name it. On an error, the slot is unchanged.
     ///
     /// # Errors
-    /// If the adapter does not fit the model (the error names the tensor or the field), a rank exceeds the capacity, the slot does not
-    /// exist, the arena has no room for both, or a weight has no finite value in the element type.
+    /// If the adapter does not fit the model (the error names the tensor or the field), a rank exceeds the capacity,
+    /// the slot does not exist, the arena has no room for both, or a weight has no finite value in the element type.
     pub fn load(&mut self, slot: usize, adapter: &Adapter) -> Result<Slot> {
         let image = adapter.plan(&self.model, self.dtype).map_err(Error::wrap)?;
         self.backend.load(slot, &image)
@@ -104,11 +107,13 @@ impl Adapters {
         }
     }
 
-    /// Starts a forward of one batch: the slot of each token, in the order of the rows of activations, and the slots of the rows whose
-    /// logits are computed, such as the last token of each sequence. `outputs` may be empty if no layer behind that choice is adapted.
+    /// Starts a forward of one batch: the slot of each token, in the order of the rows of activations, and the slots of
+    /// the rows whose logits are computed, such as the last token of each sequence. `outputs` may be empty if no layer
+    /// behind that choice is adapted.
     ///
     /// # Errors
-    /// If there are more tokens than the capacity allows, or the adapter that a slot names is not there any more. On a GPU also if its stream is being captured.
+    /// If there are more tokens than the capacity allows, or the adapter that a slot names is not there any more. On a
+    /// GPU also if its stream is being captured.
     pub fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Step<'_>> {
         let routed = match &mut self.backend {
             Backend::Cpu(cpu) => Routed::Cpu(cpu.step(tokens, outputs)?),
@@ -129,8 +134,8 @@ impl Backend {
     }
 }
 
-/// A forward of one batch. Threads may share it: operations do not wait for each other on the CPU, and are enqueued one after the other on
-/// a GPU.
+/// A forward of one batch. Threads may share it: operations do not wait for each other on the CPU, and are enqueued one
+/// after the other on a GPU.
 #[derive(Debug)]
 pub struct Step<'a> {
     model: &'a Model,
@@ -164,13 +169,16 @@ impl Step<'_> {
     }
 }
 
-/// A candle in-place operation: `y.inplace_op2(&x, &delta)` adds `scaling · B (A x[t])` of each row's adapter to `y[t]`.
+/// A candle in-place operation: `y.inplace_op2(&x, &delta)` adds `scaling · B (A x[t])` of each row's adapter to
+/// `y[t]`.
 ///
-/// `y` is `[.., out_features]`, the output of the base layer, whose slices lie side by side; `x` is `[.., in_features]`. Both have the
-/// element type of the [`Adapters`] and as many rows as the step, all dimensions but the last taken together. Elements of a row are
-/// adjacent; rows may be any distance apart, as in a part of a wider tensor that `narrow` gives. Rows without an adapter keep every bit.
+/// `y` is `[.., out_features]`, the output of the base layer, whose slices lie side by side; `x` is `[..,
+/// in_features]`. Both have the element type of the [`Adapters`] and as many rows as the step, all dimensions but the
+/// last taken together. Elements of a row are adjacent; rows may be any distance apart, as in a part of a wider tensor
+/// that `narrow` gives. Rows without an adapter keep every bit.
 ///
-/// It fails, and leaves `y` unchanged, if an operand is none of these, is on another device, or if `x` shares its storage with `y`.
+/// It fails, and leaves `y` unchanged, if an operand is none of these, is on another device, or if `x` shares its
+/// storage with `y`.
 ///
 /// Outputs in tensors of their own, one for each slice, are for [`add_to`](Self::add_to).
 #[derive(Clone, Copy, Debug)]
@@ -196,8 +204,9 @@ enum Rows {
 }
 
 impl Delta<'_> {
-    /// Adds the deltas of all slices of the layer to a tensor `[.., out_features]` for each slice, in their order, one after the other. Each
-    /// is as `y` is for the in-place operation; their rows may be at different distances. One tensor is the output of all slices.
+    /// Adds the deltas of all slices of the layer to a tensor `[.., out_features]` for each slice, in their order, one
+    /// after the other. Each is as `y` is for the in-place operation; their rows may be at different distances. One
+    /// tensor is the output of all slices.
     ///
     /// # Errors
     /// As for the in-place operation. All outputs are then unchanged, unless the driver failed in between.

@@ -2,9 +2,9 @@
 //!
 //! Only bookkeeping: the keys and values are in the model's session, block `b` in the rows from `b · block_rows` on.
 //!
-//! Invariants: a block that a sequence holds is written by that sequence alone, unless it is full and published, when nobody writes
-//! it. A published block is found by its [`CacheNamespace`], all tokens before it and its own tokens, compared exactly: no hash stands
-//! for them.
+//! Invariants: a block that a sequence holds is written by that sequence alone, unless it is full and published, when
+//! nobody writes it. A published block is found by its [`CacheNamespace`], all tokens before it and its own tokens,
+//! compared exactly: no hash stands for them.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -19,8 +19,8 @@ pub(crate) struct KvCache {
     block_rows: usize,
     is_sharing: bool,
     blocks: Vec<Block>,
-    /// Blocks that no sequence holds, in the order in which they are taken: first those that hold nothing, then the ones released
-    /// first.
+    /// Blocks that no sequence holds, in the order in which they are taken: first those that hold nothing, then the
+    /// ones released first.
     free: BTreeSet<(u64, u32)>,
     published: HashMap<Arc<Key>, u32>,
     last_release: u64,
@@ -121,8 +121,8 @@ impl KvCache {
         self.counters
     }
 
-    /// Starts a sequence with the published blocks that hold its first tokens. Returns it, and how many tokens they hold: fewer than
-    /// all, so that at least one is computed.
+    /// Starts a sequence with the published blocks that hold its first tokens. Returns it, and how many tokens they
+    /// hold: fewer than all, so that at least one is computed.
     pub(crate) fn start(&mut self, namespace: CacheNamespace, tokens: &[u32]) -> (Chain, usize) {
         let mut chain = Chain { namespace, blocks: Vec::new(), num_published: 0, before: Before::Start(namespace) };
         let shareable = if self.is_sharing { &tokens[..tokens.len().saturating_sub(1)] } else { &[] };
@@ -140,7 +140,8 @@ impl KvCache {
         (chain, shared)
     }
 
-    /// Gives a sequence the blocks for `num_tokens` tokens in all. Returns `false`, and changes nothing, if there are too few.
+    /// Gives a sequence the blocks for `num_tokens` tokens in all. Returns `false`, and changes nothing, if there are
+    /// too few.
     pub(crate) fn grow(&mut self, chain: &mut Chain, num_tokens: usize) -> bool {
         let missing = num_tokens.div_ceil(self.block_rows).saturating_sub(chain.blocks.len());
         if missing > self.free.len() {

@@ -100,7 +100,8 @@ pub struct Staging {
     device: Buffer<i32>,
 }
 
-/// Runs a step whose matrices are in the device's arena. A second run of the same step allocates nothing, so that it can be captured.
+/// Runs a step whose matrices are in the device's arena. A second run of the same step allocates nothing, so that it
+/// can be captured.
 fn on_arena<T, R>(device: &Cuda<T>, run: impl FnOnce() -> R) -> R {
     device.is_on_arena.set(true);
     let result = run();

@@ -1,7 +1,8 @@
 //! Decode steps as graphs: captured once for each size of a batch, and replayed with other tokens, places and adapters.
 //!
-//! A graph's operands stay where they are. A step copies its inputs over those of the smallest graph that has room for it, all at once.
-//! The rows that it does not use are of the base model, and write to a block of the cache that no sequence has.
+//! A graph's operands stay where they are. A step copies its inputs over those of the smallest graph that has room for
+//! it, all at once. The rows that it does not use are of the base model, and write to a block of the cache that no
+//! sequence has.
 
 use std::{cell::RefCell, convert::Infallible, iter, time::Instant};
 
@@ -22,8 +23,8 @@ pub trait Capture: Device {
     /// A captured step.
     type Graph;
 
-    /// Captures a step of so many tokens, which may have adapters or have none, as a graph of what `record` enqueues, and returns both;
-    /// `None` on a device without graphs. `record` is also run once before.
+    /// Captures a step of so many tokens, which may have adapters or have none, as a graph of what `record` enqueues,
+    /// and returns both; `None` on a device without graphs. `record` is also run once before.
     ///
     /// # Errors
     ///
@@ -37,8 +38,8 @@ pub trait Capture: Device {
         record: impl FnMut(&mut Self::LoraStep<'_>) -> Result<R>,
     ) -> Result<Option<(Self::Graph, R)>>;
 
-    /// Enqueues the captured step whose tokens have these slots: that with the stack if there is one and their adapters fit there. Returns
-    /// whether it was.
+    /// Enqueues the captured step whose tokens have these slots: that with the stack if there is one and their adapters
+    /// fit there. Returns whether it was.
     ///
     /// # Errors
     ///
@@ -76,7 +77,8 @@ pub trait Capture: Device {
     /// The device has no room.
     fn staging(&self, len: usize) -> Result<Self::Staging>;
 
-    /// Overwrites inputs, after all work that is enqueued. The ids of tokens with a source are those that `last` has there.
+    /// Overwrites inputs, after all work that is enqueued. The ids of tokens with a source are those that `last` has
+    /// there.
     ///
     /// # Errors
     ///
@@ -95,8 +97,8 @@ pub trait Capture: Device {
 pub struct InputValues {
     /// Tokens of the graph.
     pub tokens: usize,
-    /// The id, the source (as for [`Device::take_drawn`]), the position and the cache row of each token: `[4, tokens]`. Then the places
-    /// of the block table that have changed, and their values: `[2, changes]`.
+    /// The id, the source (as for [`Device::take_drawn`]), the position and the cache row of each token: `[4, tokens]`.
+    /// Then the places of the block table that have changed, and their values: `[2, changes]`.
     pub values: Vec<i32>,
 }
 
@@ -184,8 +186,8 @@ pub struct Captured<D: Capture> {
 impl<D: Capture> Decoder<D> {
     /// Captures steps of up to `max_tokens` sequences. Without graphs on the device, the decoder takes no step.
     ///
-    /// The driver may let an allocation wait for all devices. So all ranks have allocated before one of them runs a step, which waits for
-    /// the others.
+    /// The driver may let an allocation wait for all devices. So all ranks have allocated before one of them runs a
+    /// step, which waits for the others.
     pub(crate) fn new(
         model: &Model<'_, D>,
         adapters: Slots<'_, D>,
@@ -219,9 +221,9 @@ impl<D: Capture> Decoder<D> {
         Ok(Self { batches, enqueued: None })
     }
 
-    /// Enqueues a step, and returns its logits and the number of their rows, which may be more than the tokens. The next step overwrites
-    /// them. Its last tokens may be those of the step before, `drawn`. Returns `None` if the step is not one of one sampled token of each
-    /// sequence, or has too many.
+    /// Enqueues a step, and returns its logits and the number of their rows, which may be more than the tokens. The
+    /// next step overwrites them. Its last tokens may be those of the step before, `drawn`. Returns `None` if the step
+    /// is not one of one sampled token of each sequence, or has too many.
     pub(crate) fn run(
         &mut self,
         (model, adapters): (&Model<'_, D>, Slots<'_, D>),

@@ -1,12 +1,14 @@
-//! A reference engine: continuous batching of requests for many adapters on one model, without a server. The model is `aril_qwen3`.
+//! A reference engine: continuous batching of requests for many adapters on one model, without a server. The model is
+//! `aril_qwen3`.
 //!
-//! [`Engine::step`] does everything: it plans (`scheduler.rs`), runs the plan in one pass of the model (`plan.rs`), chooses tokens
-//! (`sampling.rs`) and sends them to the requests' owners. One thread owns an engine; [`worker`] is that thread.
+//! [`Engine::step`] does everything: it plans (`scheduler.rs`), runs the plan in one pass of the model (`plan.rs`),
+//! chooses tokens (`sampling.rs`) and sends them to the requests' owners. One thread owns an engine; [`worker`] is that
+//! thread.
 //!
 //! On several ranks, `ranks.rs` has the others do the same.
 //!
-//! An engine that runs ahead enqueues a step before it reads the tokens of the last one, which the device takes from where it has chosen
-//! them. So the device does not wait for the host. The tokens are the same.
+//! An engine that runs ahead enqueues a step before it reads the tokens of the last one, which the device takes from
+//! where it has chosen them. So the device does not wait for the host. The tokens are the same.
 
 mod cache;
 #[cfg(feature = "cuda")]
@@ -102,8 +104,8 @@ struct InFlight {
     enqueued: Enqueued,
 }
 
-/// The host's time between the results of a step and a graph that followed at once. Meanwhile the device waits, unless the engine runs
-/// ahead.
+/// The host's time between the results of a step and a graph that followed at once. Meanwhile the device waits, unless
+/// the engine runs ahead.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostTime {
     /// That time, of all steps together.
@@ -194,12 +196,13 @@ impl<'m, D: Capture> Engine<'m, D> {
         self.scheduler.end(id);
     }
 
-    /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was neither: all
-    /// requests wait for their adapters.
+    /// Enqueues a step, and ends the last one or, unless the engine runs ahead, this one. Returns `false` if there was
+    /// neither: all requests wait for their adapters.
     ///
     /// # Errors
     ///
-    /// A step that fails ends its requests. On several ranks it ends the engine, with this error, because not all may have run it.
+    /// A step that fails ends its requests. On several ranks it ends the engine, with this error, because not all may
+    /// have run it.
     pub fn step(&mut self, now: Duration) -> Result<bool> {
         let mut last = self.in_flight.take();
         if let Some(chosen_on_the_host) = last.take_if(|last| !last.scheduled.plan.is_drawn()) {
@@ -223,7 +226,8 @@ impl<'m, D: Capture> Engine<'m, D> {
         if !has_tokens || self.is_idle() {
             self.read = None;
         }
-        // The leases of requests that have ended are given back before the end of the step, so that their slots can be used in the next step.
+        // The leases of requests that have ended are given back before the end of the step, so that their slots can be
+        // used in the next step.
         self.settle()?;
         Ok(is_working)
     }
@@ -276,7 +280,8 @@ impl<'m, D: Capture> Engine<'m, D> {
         self.pool.end_step()
     }
 
-    /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being read.
+    /// Blocks this thread until an adapter has been read, or for `timeout`. Returns `false` at once if none is being
+    /// read.
     pub fn wait_for_adapters(&mut self, timeout: Duration) -> bool {
         self.pool.wait(timeout)
     }

@@ -1,7 +1,7 @@
 //! A step as the scheduler plans it, and its execution.
 //!
-//! A plan has everything that its results depend on: which tokens run, where their keys and values are, and the slots of their
-//! adapters. A token may be one that the step before chooses, and that the host does not know yet.
+//! A plan has everything that its results depend on: which tokens run, where their keys and values are, and the slots
+//! of their adapters. A token may be one that the step before chooses, and that the host does not know yet.
 
 use std::{iter, ops::Range};
 
@@ -66,8 +66,9 @@ pub(crate) struct Enqueued {
 }
 
 impl Plan {
-    /// Enqueues all chunks in one pass. Tokens of `last` continue the sequences that have a source there; those that are chosen now
-    /// will be in `draws`. Only if a chunk wants its logits on the host, and this is the first rank, this waits for them.
+    /// Enqueues all chunks in one pass. Tokens of `last` continue the sequences that have a source there; those that
+    /// are chosen now will be in `draws`. Only if a chunk wants its logits on the host, and this is the first rank,
+    /// this waits for them.
     pub(crate) fn enqueue<D: Capture>(
         &self,
         (model, adapters): (&Model<'_, D>, Slots<'_, D>),
@@ -100,8 +101,8 @@ impl Plan {
         Ok(Enqueued { logits })
     }
 
-    /// What each computed row is for, in the order of the chunks: the logits of scored tokens, then what a token is chosen from. Waits for
-    /// the step, and not for one that was enqueued later.
+    /// What each computed row is for, in the order of the chunks: the logits of scored tokens, then what a token is
+    /// chosen from. Waits for the step, and not for one that was enqueued later.
     pub(crate) fn scores<D: Capture>(
         &self,
         model: &Model<'_, D>,
@@ -132,7 +133,8 @@ impl Plan {
         self.chunks.iter().flat_map(|chunk| iter::repeat_n(chunk, chunk.rows()))
     }
 
-    /// Packs the chunks without padding. Also returns each token's source, as for [`Device::take_drawn`](crate::device::Device).
+    /// Packs the chunks without padding. Also returns each token's source, as for
+    /// [`Device::take_drawn`](crate::device::Device).
     fn step(&self, block_rows: usize) -> Result<(Step, Vec<i32>)> {
         let columns = self.chunks.iter().map(|chunk| chunk.blocks.len()).max().unwrap_or(0);
         let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)? };

@@ -1,6 +1,7 @@
 //! The adapters of an engine: on each of its ranks, or the only one, a part of the library's [`GroupPool`].
 //!
-//! The first rank decides for all: [`Pool`] tells the other ranks each call of their part ([`Change`]) before it makes the same one itself.
+//! The first rank decides for all: [`Pool`] tells the other ranks each call of their part ([`Change`]) before it makes
+//! the same one itself.
 
 use std::{
     collections::HashMap,
@@ -40,8 +41,8 @@ pub fn sentence(error: &PoolError) -> String {
     }
 }
 
-/// A call of the pool. Ranks have different ids of an adapter, so that versions are numbered as their loads begin, and leases as they
-/// are granted.
+/// A call of the pool. Ranks have different ids of an adapter, so that versions are numbered as their loads begin, and
+/// leases as they are granted.
 #[derive(Clone, Debug)]
 pub(crate) enum Change {
     Load(Source),
@@ -78,7 +79,8 @@ impl<D: Capture> RankPool<D> {
         Slots::Ranks(&self.pool)
     }
 
-    /// Names the slots of the first rank's plan as the leases of this rank do: the ranks have the same slots, and different copies.
+    /// Names the slots of the first rank's plan as the leases of this rank do: the ranks have the same slots, and
+    /// different copies.
     pub(super) fn name_own_slots(&self, plan: &mut Plan) -> Result<()> {
         let own = self.leases.values().map(|lease| (lease.slot().index(), lease.slot()));
         let own: HashMap<Option<usize>, Slot> = own.chain([(None, Slot::BASE)]).collect();

@@ -1,10 +1,11 @@
 //! An engine on the ranks of a tensor-parallel group, each on a thread of its own.
 //!
-//! The first rank has the scheduler. It tells the others all that it does to its model and its adapters ([`Order`]), and does the same
-//! itself. So all ranks enqueue the same steps, in which they exchange activations, and make the same calls of their pool.
+//! The first rank has the scheduler. It tells the others all that it does to its model and its adapters ([`Order`]),
+//! and does the same itself. So all ranks enqueue the same steps, in which they exchange activations, and make the same
+//! calls of their pool.
 //!
-//! Invariant: no rank waits for one that has ended. All of a rank's waits for others are exchanges, which fail, or of device work, before
-//! which [`Capture::wait`] looks after the other ranks.
+//! Invariant: no rank waits for one that has ended. All of a rank's waits for others are exchanges, which fail, or of
+//! device work, before which [`Capture::wait`] looks after the other ranks.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 

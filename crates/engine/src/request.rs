@@ -19,7 +19,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the text.
     pub stop_tokens: Vec<u32>,
-    /// Log-probabilities to report of each token of the prompt but the first, and of this many of the most probable ones in its place.
+    /// Log-probabilities to report of each token of the prompt but the first, and of this many of the most probable
+    /// ones in its place.
     pub prompt_logprobs: Option<usize>,
     /// How its tokens are chosen.
     pub sampling: Sampling,

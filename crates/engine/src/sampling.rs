@@ -1,6 +1,7 @@
 //! The choice of a request's next token.
 //!
-//! A choice depends on the logits, the parameters and the request's own random numbers, and on nothing else in the batch.
+//! A choice depends on the logits, the parameters and the request's own random numbers, and on nothing else in the
+//! batch.
 
 use std::collections::{HashMap, HashSet};
 
@@ -26,8 +27,8 @@ pub struct Sampling {
     pub changes: Changes,
 }
 
-/// What is done to the logits, in the order of the fields, before temperature, `top_k` and `top_p`. The meaning and the order are those of
-/// vLLM's sampler.
+/// What is done to the logits, in the order of the fields, before temperature, `top_k` and `top_p`. The meaning and the
+/// order are those of vLLM's sampler.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Changes {
     /// The only tokens that may be chosen.
@@ -140,8 +141,8 @@ impl Sampler {
         Self { sampling, rng }
     }
 
-    /// How the device chooses the next token; `None` if more than its log-probability is to be reported, or if logits are changed before.
-    /// Takes the request's next random number.
+    /// How the device chooses the next token; `None` if more than its log-probability is to be reported, or if logits
+    /// are changed before. Takes the request's next random number.
     pub(crate) fn draw(&mut self) -> Option<Draw> {
         let Sampling { logprobs, changes, .. } = &self.sampling;
         let is_for_device = logprobs.is_none_or(|top| top == 0) && *changes == Changes::NONE;

@@ -1,15 +1,17 @@
 //! Which tokens run in the next step.
 //!
-//! Requests run in the order of their submission, as far as the limits allow: the tokens of a step, the running requests, the
-//! adapters of the running requests ([`Admission`]) and the blocks of the cache. A prompt may take several steps. If blocks run out,
-//! the youngest running request gives up its own and waits; later, its tokens are computed again.
+//! Requests run in the order of their submission, as far as the limits allow: the tokens of a step, the running
+//! requests, the adapters of the running requests ([`Admission`]) and the blocks of the cache. A prompt may take
+//! several steps. If blocks run out, the youngest running request gives up its own and waits; later, its tokens are
+//! computed again.
 //!
-//! A step may be planned while the last one runs, whose tokens are not known yet. A request that turns out to have ended has a chunk too
-//! many then, whose result is dropped.
+//! A step may be planned while the last one runs, whose tokens are not known yet. A request that turns out to have
+//! ended has a chunk too many then, whose result is dropped.
 //!
-//! Invariants: a running request holds a lease on its adapter's version and the blocks of its planned tokens; a waiting request holds
-//! neither. A version stays registered while a request for it waits or runs, even if it was unloaded. The device runs steps in the order
-//! of their plans, so what a plan takes from another request is used after the steps planned before.
+//! Invariants: a running request holds a lease on its adapter's version and the blocks of its planned tokens; a waiting
+//! request holds neither. A version stays registered while a request for it waits or runs, even if it was unloaded. The
+//! device runs steps in the order of their plans, so what a plan takes from another request is used after the steps
+//! planned before.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -534,7 +536,8 @@ impl Sequence {
         self.request.prompt_logprobs.is_some() && self.reported < self.request.prompt.len() - 1
     }
 
-    /// Reports what the logits of some tokens of the prompt, from `first` on, say of those behind them; `None` if a logit is not a number.
+    /// Reports what the logits of some tokens of the prompt, from `first` on, say of those behind them; `None` if a
+    /// logit is not a number.
     fn report(&mut self, first: usize, scored: &[Scores]) -> Option<()> {
         for (token, scores) in (first..).zip(scored) {
             let Scores::Logits(logits) = scores else { return None };

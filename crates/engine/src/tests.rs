@@ -1,5 +1,5 @@
-//! The engine with the models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES` names, without a server. Tests that
-//! are generic over a [`Platform`] run on the CPU and, if they are asked for, on a GPU.
+//! The engine with the models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES` names, without a
+//! server. Tests that are generic over a [`Platform`] run on the CPU and, if they are asked for, on a GPU.
 
 use std::{
     cell::RefCell,
@@ -257,7 +257,8 @@ struct World<'m, D: Capture> {
     limits: Limits,
 }
 
-/// Whether two answers have the same tokens, and log-probabilities that are the same, or nearly so where bits depend on the batch.
+/// Whether two answers have the same tokens, and log-probabilities that are the same, or nearly so where bits depend on
+/// the batch.
 fn is_same<D: Platform>(a: &[Chosen], b: &[Chosen]) -> bool {
     let is_near = |a: f32, b: f32| (a - b).abs() <= D::TOLERANCE;
     let has_near_logprobs = |a: &Chosen, b: &Chosen| match (&a.logprobs, &b.logprobs) {
@@ -398,8 +399,8 @@ const BATCHES: [(&str, &str, &str, usize); 7] = [
     ("moe-router", "qwen3-moe", "adapters-moe-router", 8),
 ];
 
-/// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT, one at a time: of the
-/// models whose heads the ranks can share.
+/// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT,
+/// one at a time: of the models whose heads the ranks can share.
 fn tokens_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
     tokens_of_a_split_are_those_of_the_goldens::<D>(TpRank::new(0, tp).expect("there is a first rank").into());
 }
@@ -439,8 +440,8 @@ fn tokens_of_a_split_are_those_of_the_goldens<D: Platform<Elem = f32>>(split: Sp
     }
 }
 
-/// An engine that runs ahead has a step in flight, whose tokens arrive with the next one. It does not plan beyond a request's last
-/// token, and knows that a stop token was the last one a step late.
+/// An engine that runs ahead has a step in flight, whose tokens arrive with the next one. It does not plan beyond a
+/// request's last token, and knows that a stop token was the last one a step late.
 #[test]
 fn tokens_arrive_a_step_late() {
     let files = Files::open("qwen3");
@@ -467,8 +468,8 @@ fn tokens_arrive_a_step_late() {
     assert!(tokens.len() < 20);
 }
 
-/// The log-probabilities of a prompt, and the tokens behind it, do not depend on how it is cut into chunks, on what else runs, and on
-/// whether it is computed again.
+/// The log-probabilities of a prompt, and the tokens behind it, do not depend on how it is cut into chunks, on what
+/// else runs, and on whether it is computed again.
 #[test]
 fn log_probabilities_of_a_prompt_do_not_depend_on_the_schedule() {
     let files = Files::open("qwen3");
@@ -505,8 +506,8 @@ fn log_probabilities_of_a_prompt_do_not_depend_on_the_schedule() {
     assert!(preemptions > 0, "no prompt was computed again");
 }
 
-/// In a step of many tokens, which takes other operations than one of few, a base sequence has the same bits beside adapters as
-/// without them, and every sequence about the logits of a step of its own.
+/// In a step of many tokens, which takes other operations than one of few, a base sequence has the same bits beside
+/// adapters as without them, and every sequence about the logits of a step of its own.
 fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
     let files = Files::open("qwen3");
     let sizes = Sizes { limits: Limits { step_tokens: 1024, ..LARGE.limits }, ..LARGE };
@@ -693,7 +694,7 @@ fn a_failed_load_ends_its_requests_at_once() {
         }
         for Submitted { failure, .. } in &waiting {
             assert!(
-                matches!(failure, Some(Failure::Adapter(sentence)) if sentence.contains("has neither adapter_model.safetensors")),
+                matches!(failure, Some(Failure::Adapter(why)) if why.contains("has neither adapter_model.safetensors")),
                 "{failure:?}"
             );
         }
@@ -775,8 +776,8 @@ fn the_end_of_a_prefix_is_taken_first() {
     cache.release(other);
 }
 
-/// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine ends with an error
-/// that names it, and no request is answered from a part of the ranks.
+/// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine
+/// ends with an error that names it, and no request is answered from a part of the ranks.
 fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
     let ends = (0..7).map(|orders| (false, orders));
     for (hangs, orders_carried_out) in ends.chain((0..4).map(|orders| (true, orders))) {
@@ -984,8 +985,8 @@ fn sampling(seed: Option<u64>) -> Sampling {
     Sampling { temperature: if seed.is_some() { 2.0 } else { 0.0 }, seed, logprobs, ..GREEDY }
 }
 
-/// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities are those that it
-/// has alone (bit for bit where bits do not depend on the batch); and afterwards nothing is held.
+/// Whatever else runs, is cancelled, preempted, replaced or shares a prefix, a request's tokens and log-probabilities
+/// are those that it has alone (bit for bit where bits do not depend on the batch); and afterwards nothing is held.
 fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
     alone: &Alone<D>,
     actions: Vec<Action>,
@@ -1108,7 +1109,8 @@ mod on_ranks_of_the_cpu {
 
     on!(Cpu<f32>, (2), doc = "On the CPU.");
     on!(
-        Cpu<f32>, (), doc = "On the CPU.": a_rank_that_ends_or_hangs_ends_the_engine an_adapter_that_one_rank_refuses_is_loaded_by_none
+        Cpu<f32>, (), doc = "On the CPU.":
+        a_rank_that_ends_or_hangs_ends_the_engine an_adapter_that_one_rank_refuses_is_loaded_by_none
     );
     schedules!(every_schedule_gives_every_request_its_own_tokens, Cpu<f32>, 2, 48, actions(), doc = "On the CPU.");
 

@@ -173,7 +173,8 @@ pub struct Submission {
     handle: Handle,
 }
 
-/// A loaded version of an adapter. Dropping it refuses new requests for the version, and unloads it after its last request.
+/// A loaded version of an adapter. Dropping it refuses new requests for the version, and unloads it after its last
+/// request.
 #[derive(Debug)]
 pub struct Version {
     id: AdapterId,
@@ -220,7 +221,8 @@ impl Handle {
         result.await.ok()
     }
 
-    /// The state of the engine and of its pool, from before the step that it is in if that takes long. `None` if the engine has ended.
+    /// The state of the engine and of its pool, from before the step that it is in if that takes long. `None` if the
+    /// engine has ended.
     pub async fn report(&self) -> Option<Arc<Report>> {
         let (reply, mut result) = oneshot::channel();
         self.send(Command::Report(reply));
@@ -259,7 +261,8 @@ impl Handle {
     }
 }
 
-/// Starts an engine. Returns once its model is loaded. Until then there is a progress bar, if standard error is a terminal.
+/// Starts an engine. Returns once its model is loaded. Until then there is a progress bar, if standard error is a
+/// terminal.
 ///
 /// # Errors
 ///
@@ -443,7 +446,8 @@ impl Task for Follower {
     }
 }
 
-/// Waits until the work of a rank's device has ended, or cannot, and then, unless it failed, until no other rank needs it any more.
+/// Waits until the work of a rank's device has ended, or cannot, and then, unless it failed, until no other rank needs
+/// it any more.
 fn leave<D: Capture>(device: &D, rank: &Rank, is_whole: bool) -> Result<()> {
     device.wait()?;
     if is_whole { rank.finish() } else { Ok(()) }
@@ -492,7 +496,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Carries out the commands that have arrived. Waits for one if there is nothing else to do. Returns `false` at the last.
+    /// Carries out the commands that have arrived. Waits for one if there is nothing else to do. Returns `false` at the
+    /// last.
     fn take_commands<D: Capture>(&mut self, engine: &mut Engine<'_, D>) -> Result<bool> {
         loop {
             let is_idle = engine.is_idle() && self.loading.is_empty();

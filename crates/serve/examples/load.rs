@@ -1,12 +1,13 @@
-//! A server under load: the same trace of requests for the base model and for many adapters, by Zipf's law, through HTTP.
+//! A server under load: the same trace of requests for the base model and for many adapters, by Zipf's law, through
+//! HTTP.
 //!
 //! ```sh
 //! cargo run --release -p aril-serve --features cuda --example load -- --model DIR --load-format dummy --device cuda \
 //!     --adapters 1000 --rate 24 --requests 480
 //! ```
 //!
-//! All arguments of the server apply. Adapters of random weights are written below `--scratch`: one file, which all of them link to.
-//! Prompts are random tokens, and requests arrive when the trace says, whatever the server does.
+//! All arguments of the server apply. Adapters of random weights are written below `--scratch`: one file, which all of
+//! them link to. Prompts are random tokens, and requests arrive when the trace says, whatever the server does.
 
 use std::{
     collections::HashMap,

@@ -1,7 +1,7 @@
 //! The log on standard error: an event is one line of printable characters and bounded length.
 //!
-//! A thread of its own writes it. Nothing waits for standard error and nothing fails by it: if it cannot be written (a full disk, a
-//! closed pipe) or nobody reads it, lines are lost, and their number is logged later.
+//! A thread of its own writes it. Nothing waits for standard error and nothing fails by it: if it cannot be written (a
+//! full disk, a closed pipe) or nobody reads it, lines are lost, and their number is logged later.
 
 use std::{
     any::Any,
@@ -104,7 +104,8 @@ pub fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// What a panic says, if the program's text has it as it is. A message that is put together may quote what a user has sent.
+/// What a panic says, if the program's text has it as it is. A message that is put together may quote what a user has
+/// sent.
 fn written(payload: &(dyn Any + Send)) -> Option<&'static str> {
     payload.downcast_ref::<&'static str>().copied()
 }

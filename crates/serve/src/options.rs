@@ -18,7 +18,8 @@ use crate::{
 #[command(name = "aril-serve", version)]
 #[non_exhaustive]
 pub struct Options {
-    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated meanwhile
+    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated
+    /// meanwhile
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// The names of the base model; may be repeated [default: the directory]
@@ -39,7 +40,8 @@ pub struct Options {
     /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert
     #[arg(long, alias = "enable-expert-parallel", requires = "tp")]
     pub ep: bool,
-    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the
+    /// other
     #[arg(long, requires = "tp")]
     pub fully_sharded_loras: bool,
     /// How long a rank waits for another, which may be loading
@@ -63,8 +65,8 @@ pub struct Options {
     /// Loads an adapter for the first request that names it, from the folder of that name in --lora-root
     #[arg(long, requires = "lora_root")]
     pub lora_on_request: bool,
-    /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it. A gateway that grants models by
-    /// `model` alone does not see the former
+    /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it. A gateway
+    /// that grants models by `model` alone does not see the former
     #[arg(long, requires = "enable_lora")]
     pub enable_lora_path: bool,
     /// The most adapters of a step
@@ -73,8 +75,8 @@ pub struct Options {
     /// The largest rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_lora_rank: usize,
-    /// The most adapters of a step whose A the GPU multiplies by with the base weights, in steps of more than 32 tokens of 16 bits; 0 for
-    /// none. Steps of more adapters, or of one of a higher rank than --stacked-lora-rank, take longer
+    /// The most adapters of a step whose A the GPU multiplies by with the base weights, in steps of more than 32 tokens
+    /// of 16 bits; 0 for none. Steps of more adapters, or of one of a higher rank than --stacked-lora-rank, take longer
     #[arg(long, value_name = "N", default_value_t = STACK.0, value_parser = within(0, MAX_SLOTS))]
     pub stacked_loras: usize,
     /// The largest rank of such an adapter. Each of --stacked-loras has as many rows in every base weight
@@ -95,7 +97,8 @@ pub struct Options {
     /// The most tokens of a step, prompts and answers of all requests together
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub max_num_batched_tokens: usize,
-    /// The longest prompt with its answer, in tokens [default: the model's positions, or as many as --kv-cache-mib has room for]
+    /// The longest prompt with its answer, in tokens [default: the model's positions, or as many as --kv-cache-mib has
+    /// room for]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub max_model_len: Option<usize>,
     /// Tokens of a block of the cache
@@ -116,7 +119,8 @@ pub struct Options {
     /// The longest time of a request
     #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub request_seconds: u64,
-    /// How long requests may run on when the server is told to end. The default leaves Kubernetes, which waits 30, its time
+    /// How long requests may run on when the server is told to end. The default leaves Kubernetes, which waits 30, its
+    /// time
     #[arg(long, value_name = "S", default_value_t = 25)]
     pub drain_seconds: u64,
     /// How long a step may take before /health says that the engine hangs
@@ -125,8 +129,8 @@ pub struct Options {
     /// The largest body of a request
     #[arg(long, value_name = "KIB", default_value_t = 1024, value_parser = at_least_one)]
     pub max_body_kib: usize,
-    /// A key that requests to /v1 have to give; may be repeated, and the variable ARIL_API_KEY has one more. Other users of the machine see
-    /// arguments, but not a file or the environment
+    /// A key that requests to /v1 have to give; may be repeated, and the variable ARIL_API_KEY has one more. Other
+    /// users of the machine see arguments, but not a file or the environment
     #[arg(long, value_name = "KEY", value_parser = api_key)]
     pub api_key: Vec<String>,
     /// A file of such keys, one a line
@@ -135,8 +139,8 @@ pub struct Options {
     /// The chat template [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
-    /// What requests sample with where they do not say: as the checkpoint's generation_config.json has it (auto), as that of a folder, or
-    /// as OpenAI's API has it (vllm)
+    /// What requests sample with where they do not say: as the checkpoint's generation_config.json has it (auto), as
+    /// that of a folder, or as OpenAI's API has it (vllm)
     #[arg(long, value_name = "auto|vllm|DIR", default_value = "auto")]
     pub generation_config: String,
 }

@@ -1,11 +1,11 @@
-//! The base model's weights: safetensors in 16 or 32 bits, or 4 bits packed by compressed-tensors, in one file or several with an
-//! index.
+//! The base model's weights: safetensors in 16 or 32 bits, or 4 bits packed by compressed-tensors, in one file or
+//! several with an index.
 //!
-//! Linear layers are unpacked while they are read. Experts stay as stored, because there are many of them. Files are mapped and
-//! tensors converted one at a time, so loading needs no second copy of the model.
+//! Linear layers are unpacked while they are read. Experts stay as stored, because there are many of them. Files are
+//! mapped and tensors converted one at a time, so loading needs no second copy of the model.
 //!
-//! Invariants: every tensor of the files is read, or the checkpoint is rejected. No size comes from a configuration that the
-//! tensors contradict.
+//! Invariants: every tensor of the files is read, or the checkpoint is rejected. No size comes from a configuration
+//! that the tensors contradict.
 
 use std::{
     borrow::Cow,
@@ -126,8 +126,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Refuses a configuration whose sizes differ from the tensors', before anything is allocated by these sizes. Also refuses a tied
-    /// head stored with other values than the embedding, which some versions of transformers use and some do not.
+    /// Refuses a configuration whose sizes differ from the tensors', before anything is allocated by these sizes. Also
+    /// refuses a tied head stored with other values than the embedding, which some versions of transformers use and
+    /// some do not.
     ///
     /// # Errors
     ///
@@ -170,7 +171,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fails if a field differs from its dimension of the first of these tensors that exists. (If none exists, reading them fails.)
+    /// Fails if a field differs from its dimension of the first of these tensors that exists. (If none exists, reading
+    /// them fails.)
     fn expect_size(&self, field: &str, size: usize, places: &[(String, usize)]) -> Result<()> {
         let stored = |(name, dim): &(String, usize)| Some((name.clone(), *dim, &self.tensors.get(name)?.shape));
         let Some((name, dim, shape)) = places.iter().find_map(stored) else { return Ok(()) };
@@ -308,7 +310,8 @@ fn last(shape: &[usize]) -> usize {
     shape.last().copied().unwrap_or(1)
 }
 
-/// The rows of a matrix, and the columns of each, that a rank holds. The matrix of a tensor has its last dimension as columns.
+/// The rows of a matrix, and the columns of each, that a rank holds. The matrix of a tensor has its last dimension as
+/// columns.
 #[derive(Clone, Debug)]
 pub struct Block {
     /// Ranges of rows, in the order that the rank has them in.
@@ -360,7 +363,8 @@ impl Block {
         Self { rows: self.rows.clone(), cols: self.cols.start * parts..self.cols.end * parts }
     }
 
-    /// The block of a matrix each of whose elements is for `of` consecutive columns, which the block's columns are whole numbers of.
+    /// The block of a matrix each of whose elements is for `of` consecutive columns, which the block's columns are
+    /// whole numbers of.
     fn packed(&self, of: usize) -> Self {
         Self { rows: self.rows.clone(), cols: self.cols.start / of..self.cols.end / of }
     }
@@ -423,7 +427,8 @@ impl<'a> Weights<'a> {
         self.module_from(path, path, shape, block)
     }
 
-    /// A block of the weight of a module that is tied to another and stored under its name. Only the module's own delta is merged.
+    /// A block of the weight of a module that is tied to another and stored under its name. Only the module's own delta
+    /// is merged.
     pub(crate) fn module_from<T: Element>(
         &mut self,
         path: &str,
@@ -453,8 +458,8 @@ impl<'a> Weights<'a> {
         self.read_as(&format!("{path}.weight"), &[len], &Block::whole(&[len]))
     }
 
-    /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this shape, or one
-    /// tensor for all. The experts of other ranks are theirs to read.
+    /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this
+    /// shape, or one tensor for all. The experts of other ranks are theirs to read.
     ///
     /// They stay in 4 bits if all are stored in 4 bits, no adapter is merged and the rank's columns are whole groups.
     ///

@@ -1,7 +1,7 @@
 //! The command line of the program, which README.md describes.
 //!
-//! Without arguments it runs the small models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES` names. `generate`
-//! makes one batch of all requests.
+//! Without arguments it runs the small models and adapters of `tests/fixtures`, or of the copy that `ARIL_FIXTURES`
+//! names. `generate` makes one batch of all requests.
 
 use std::{
     env, fs,
@@ -41,20 +41,21 @@ use crate::{
 
 /// Runs a Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch.
 ///
-/// Without --model, it runs the small dense model in tests/fixtures, and without --adapter all of its adapters too. Without
-/// --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4 bits; with --ep,
-/// these alone.
+/// Without --model, it runs the small dense model in tests/fixtures, and without --adapter all of its adapters too.
+/// Without --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4
+/// bits; with --ep, these alone.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated meanwhile
+    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated
+    /// meanwhile
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// An adapter as PEFT saves it; may be repeated
     #[arg(long = "adapter", value_name = "NAME=DIR")]
     adapters: Vec<AdapterArg>,
     /// A JSON array of {"adapter": "NAME" | null, "prompt": "text"} or {"adapter": .., "token_ids": [..]}, each with an
-    /// optional "scale" that multiplies the adapter's own scaling. The output is then a line of JSON for each: "adapter",
-    /// "prompt_tokens" and "generated_tokens" (token ids), "text"
+    /// optional "scale" that multiplies the adapter's own scaling. The output is then a line of JSON for each:
+    /// "adapter", "prompt_tokens" and "generated_tokens" (token ids), "text"
     #[arg(long, value_name = "FILE")]
     requests: Option<PathBuf>,
     /// Where a text ends if no end-of-text token comes before
@@ -63,17 +64,17 @@ struct Cli {
     /// cpu, cuda or cuda:N [default: cuda if built in and a driver is present, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<DeviceArg>,
-    /// The ranks of a tensor-parallel group, each on a device of its own, from that of --device on. They are threads of this process or,
-    /// if WORLD_SIZE is set, one of them is this process, as NCCL's programs are started: with RANK, MASTER_ADDR and MASTER_PORT, and
-    /// LOCAL_RANK on several hosts
+    /// The ranks of a tensor-parallel group, each on a device of its own, from that of --device on. They are threads of
+    /// this process or, if WORLD_SIZE is set, one of them is this process, as NCCL's programs are started: with RANK,
+    /// MASTER_ADDR and MASTER_PORT, and LOCAL_RANK on several hosts
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     tp: u16,
-    /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert (expert parallelism). The rest
-    /// of the model is split as without it
+    /// Each rank has some of the experts of a layer, with their adapters, instead of a part of each expert (expert
+    /// parallelism). The rest of the model is split as without it
     #[arg(long, requires = "tp")]
     ep: bool,
-    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the other. The ranks exchange
-    /// what is between the factors
+    /// Each rank has a part of both factors of an adapter's linear layers, instead of a part of one and all of the
+    /// other. The ranks exchange what is between the factors
     #[arg(long, requires = "tp")]
     fully_sharded_loras: bool,
     /// How long a rank waits for another, which may be loading
@@ -82,22 +83,23 @@ struct Cli {
     /// What to compute in [default: what the checkpoint says it was saved in]
     #[arg(long)]
     dtype: Option<DTypeArg>,
-    /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do not fit in it
-    /// together run in several batches [default: all adapters on the device]
+    /// Holds the adapters in a pool with an arena of this size on the device of each rank. Requests whose adapters do
+    /// not fit in it together run in several batches [default: all adapters on the device]
     #[arg(long, value_name = "N")]
     arena_mib: Option<usize>,
     /// Host memory of each rank for adapters [default: that of the arena]
     #[arg(long, value_name = "N", requires = "arena_mib")]
     host_mib: Option<usize>,
-    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular file, unless it
-    /// is one of those that are read
+    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular
+    /// file, unless it is one of those that are read
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
-    /// Runs every request again alone, in f32, with its adapter merged into the weights. Exits with 1 if logits differ by more
-    /// than rounding explains
+    /// Runs every request again alone, in f32, with its adapter merged into the weights. Exits with 1 if logits differ
+    /// by more than rounding explains
     #[arg(long)]
     verify: bool,
-    /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with 8 of rank 16
+    /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with
+    /// 8 of rank 16
     #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "arena_mib", "logits", "verify"])]
     time_experts: bool,
 }
@@ -169,8 +171,8 @@ fn misused(usage: &clap::Error) -> Error {
     Error::new(first.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description. Only the first is without
-/// experts.
+/// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description. Only the
+/// first is without experts.
 const SMALL_MODELS: [[&str; 4]; 3] = [
     ["qwen3", "adapters", "prompts.json", "dense"],
     ["qwen3-moe", "adapters-moe", "prompts-moe.json", "8 experts, 2 of them for each token, in every other layer"],
@@ -301,8 +303,8 @@ fn adapters_in(dir: &Path) -> Result<Vec<AdapterArg>> {
     Ok(adapters)
 }
 
-/// Reads adapters into memory, because their files may change later. `is_same` says whether an adapter's copy of a base weight equals
-/// the base model's.
+/// Reads adapters into memory, because their files may change later. `is_same` says whether an adapter's copy of a base
+/// weight equals the base model's.
 fn read(args: &[AdapterArg], is_same: impl Fn(&BaseWeight) -> Result<bool>) -> Result<Vec<(String, Arc<Adapter>)>> {
     let mut adapters: Vec<(String, Arc<Adapter>)> = Vec::with_capacity(args.len());
     for AdapterArg { name, dir } in args {

@@ -1,7 +1,8 @@
-//! `config.json` of a Qwen3, dense or with experts, as transformers 4 (`rope_theta`, `torch_dtype`, `num_experts`) and 5
-//! (`rope_parameters`, `dtype`, `num_local_experts`) write it.
+//! `config.json` of a Qwen3, dense or with experts, as transformers 4 (`rope_theta`, `torch_dtype`, `num_experts`) and
+//! 5 (`rope_parameters`, `dtype`, `num_local_experts`) write it.
 //!
-//! Invariant: a [`Config`] describes a model that the forward computes exactly. Unsupported fields are rejected by name.
+//! Invariant: a [`Config`] describes a model that the forward computes exactly. Unsupported fields are rejected by
+//! name.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -253,8 +254,8 @@ impl Fields {
         Ok(())
     }
 
-    /// The group of weights in 4 bits, with sign and without a zero point, as compressed-tensors packs them. Which weights are
-    /// packed, their tensors say.
+    /// The group of weights in 4 bits, with sign and without a zero point, as compressed-tensors packs them. Which
+    /// weights are packed, their tensors say.
     fn int4_group(&self) -> Result<Option<usize>> {
         let Some(config) = self.get::<Map<String, Value>>("quantization_config")?.map(Fields) else { return Ok(None) };
         config.scheme().context("`quantization_config`").map(Some)

@@ -1,7 +1,7 @@
 //! The forward's operations on the CPU.
 //!
-//! A token's result is bit-identical in any batch: operations process rows independently, and the GEMM consists of products of one
-//! fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
+//! A token's result is bit-identical in any batch: operations process rows independently, and the GEMM consists of
+//! products of one fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
 mod experts;
 pub mod sampling;
@@ -88,8 +88,8 @@ impl<T: Element> Tensor<T> {
     }
 }
 
-/// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, so that one parallel iterator for each `T`
-/// is compiled, and not one for each caller.
+/// Calls `compute` with the index of each row and the row, on rayon's threads. It is `dyn`, so that one parallel
+/// iterator for each `T` is compiled, and not one for each caller.
 fn for_rows<T: Send>(data: &mut [T], cols: usize, compute: &(dyn Fn(usize, &mut [T]) + Sync)) {
     data.par_chunks_mut(cols).enumerate().for_each(|(index, row)| compute(index, row));
 }
@@ -508,14 +508,15 @@ fn sum<T: Element>(of_ranks: &[Vec<T>]) -> Vec<T> {
     (0..of_ranks[0].len()).map(element).collect()
 }
 
-/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so a fixed shape makes a token's
-/// result the same in any batch.
+/// Tokens of every product, padded with zeros. The order in which `gemm` sums depends on the shape, so a fixed shape
+/// makes a token's result the same in any batch.
 const TILE_ROWS: usize = 16;
 
 /// Rows of the weight in every product.
 const PANEL_ROWS: usize = 64;
 
-/// A weight in the order in which products read it: panels of `PANEL_ROWS` rows, padded with zeros, each stored by columns.
+/// A weight in the order in which products read it: panels of `PANEL_ROWS` rows, padded with zeros, each stored by
+/// columns.
 trait Panels: Sync {
     /// Rows and columns.
     fn shape(&self) -> (usize, usize);
@@ -596,8 +597,9 @@ fn product<T: Element>(x: &[T], weight: &impl Panels) -> Vec<T> {
 fn multiply(x: &[f32], panel: &[f32], y: &mut [f32], cols: usize) {
     assert_eq!((x.len(), panel.len(), y.len()), (TILE_ROWS * cols, PANEL_ROWS * cols, TILE_ROWS * PANEL_ROWS));
     let [panel_stride, x_stride] = [PANEL_ROWS, cols].map(usize::cast_signed);
-    // SAFETY: by the assertion, x [TILE_ROWS, cols], the panel [cols, PANEL_ROWS] and y [TILE_ROWS, PANEL_ROWS] are dense matrices
-    // of just the extents and strides given. y is borrowed mutably, so nothing else refers to it, and it is only written.
+    // SAFETY: by the assertion, x [TILE_ROWS, cols], the panel [cols, PANEL_ROWS] and y [TILE_ROWS, PANEL_ROWS] are
+    // dense matrices of just the extents and strides given. y is borrowed mutably, so nothing else refers to it, and it
+    // is only written.
     unsafe {
         gemm::gemm(
             PANEL_ROWS,

@@ -1,10 +1,11 @@
-//! The interface between the forward and a device: memory, the operations of a Qwen3, and the library's multi-LoRA operations.
+//! The interface between the forward and a device: memory, the operations of a Qwen3, and the library's multi-LoRA
+//! operations.
 //!
-//! The trait is the example's own, so that one forward serves the CPU and the GPU. The library has no such trait, and an engine
-//! needs none. Operations may return before they have run, except those that return values to the host.
+//! The trait is the example's own, so that one forward serves the CPU and the GPU. The library has no such trait, and
+//! an engine needs none. Operations may return before they have run, except those that return values to the host.
 //!
-//! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where transformers
-//! does; each one documents these. Indices come from the forward and are in bounds.
+//! Every operation computes in `f32` and rounds to the element type at its end, and at the intermediate steps where
+//! transformers does; each one documents these. Indices come from the forward and are in bounds.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -25,7 +26,8 @@ use crate::{
     group::Rank,
 };
 
-/// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to sequences.
+/// The keys and values of one layer: `[rows, kv_features]` each, in blocks of rows that a [`BlockTable`] assigns to
+/// sequences.
 pub struct Cache<D: Device> {
     /// The keys.
     pub keys: D::Tensor,
@@ -36,7 +38,8 @@ pub struct Cache<D: Device> {
 /// The cache rows of sequences: blocks of `block_rows` consecutive positions, each in consecutive rows.
 #[derive(Clone, Debug, Default)]
 pub struct BlockTable<I = Vec<u32>> {
-    /// `[sequences, columns]`: the row of each block's first position. Blocks that a sequence does not have yet may hold any row.
+    /// `[sequences, columns]`: the row of each block's first position. Blocks that a sequence does not have yet may
+    /// hold any row.
     pub first_rows: I,
     /// Blocks of the longest sequence.
     pub columns: usize,
@@ -52,8 +55,8 @@ impl BlockTable {
     }
 }
 
-/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own cache row. The
-/// tokens of a sequence follow each other, in the order of their positions.
+/// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own
+/// cache row. The tokens of a sequence follow each other, in the order of their positions.
 pub struct Places<D: Device> {
     /// The position in the sequence, from 0.
     pub positions: D::Indices,
@@ -84,8 +87,8 @@ pub struct Draw {
     pub top_p: f32,
     /// Only this many of the most probable tokens, the first of equals; 0 for all.
     pub top_k: u64,
-    /// In the unit interval without 1, which the tokens divide by their probabilities: the most probable first if `top_p` or `top_k` is
-    /// a bound, in their order otherwise.
+    /// In the unit interval without 1, which the tokens divide by their probabilities: the most probable first if
+    /// `top_p` or `top_k` is a bound, in their order otherwise.
     pub place: f64,
 }
 
@@ -123,8 +126,8 @@ impl<D: Device> Copy for Slots<'_, D> {}
 ///
 /// # Errors
 ///
-/// An operation fails if the device has no memory for its result, or refuses or aborts a launch; one of several ranks also if another rank
-/// has ended. The library's operations also refuse what their documentation says.
+/// An operation fails if the device has no memory for its result, or refuses or aborts a launch; one of several ranks
+/// also if another rank has ended. The library's operations also refuse what their documentation says.
 #[expect(clippy::missing_errors_doc, reason = "the trait has it, once for all operations")]
 pub trait Device: Sized + 'static {
     /// The element type of activations.
@@ -135,8 +138,9 @@ pub trait Device: Sized + 'static {
     type Weight;
     /// Positions, rows or token ids.
     type Indices;
-    /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of rows in matrices
-    /// of routes. Routes to experts of other ranks have no rows; as many rows at the end belong to none.
+    /// The experts that each token of a step chose in a layer, and the routes sorted by expert, which is the order of
+    /// rows in matrices of routes. Routes to experts of other ranks have no rows; as many rows at the end belong to
+    /// none.
     type Routes;
     /// The tokens that a step chose, on the device and on their way to the host.
     type Draws;
@@ -204,16 +208,19 @@ pub trait Device: Sized + 'static {
     ) -> Result<(AdapterPool<Self::Tiers>, Self::Adapters)>;
     /// The library's operations of a linear layer.
     fn lora_linear(&self, adapters: &Self::Adapters, id: LinearId) -> Result<Self::LoraLinear>;
-    /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel for it.
+    /// The layer with its base weight, whose rows are those of the layer's slices; `None` if there is no fast kernel
+    /// for it.
     fn fused_linear<'a>(
         &self,
         adapters: &Self::Adapters,
         id: LinearId,
         base: &'a Self::Weight,
     ) -> Result<Option<Self::FusedLinear<'a>>>;
-    /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few adapters.
+    /// Whether one launch of base weights and adapters is faster than a GEMM and a delta, with so many tokens of few
+    /// adapters.
     fn is_fastest_fused(&self, layer: &Self::LoraLinear, fused: &Self::FusedLinear<'_>, tokens: usize) -> bool;
-    /// A stack for so many adapters of so high a rank in these layers, whose base weights get its rows; `None` if the device has none.
+    /// A stack for so many adapters of so high a rank in these layers, whose base weights get its rows; `None` if the
+    /// device has none.
     fn stack<'a>(
         &self,
         _adapters: &Self::Adapters,
@@ -226,7 +233,8 @@ pub trait Device: Sized + 'static {
     {
         Ok(None)
     }
-    /// Whether a layer with so many tokens, whatever their adapters, is fastest with the stack, if not as its fused linear.
+    /// Whether a layer with so many tokens, whatever their adapters, is fastest with the stack, if not as its fused
+    /// linear.
     fn is_fastest_stacked(&self, layer: &Self::LoraLinear, stack: &Self::Stack, tokens: usize) -> bool;
     /// Brings the adapters of a step into the stack, and returns whether there is room for them.
     fn place(&self, stack: &mut Self::Stack, step: &mut Self::LoraStep<'_>) -> Result<bool>;
@@ -236,7 +244,8 @@ pub trait Device: Sized + 'static {
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.
     fn buffers(&self, adapters: &Self::Adapters) -> Result<Self::Buffers>;
-    /// Takes one slot, and one factor on its adapter's scaling, per token. A pool's slots have leases, and change after the step.
+    /// Takes one slot, and one factor on its adapter's scaling, per token. A pool's slots have leases, and change after
+    /// the step.
     fn lora_step<'a>(
         &self,
         adapters: Slots<'a, Self>,
@@ -244,8 +253,8 @@ pub trait Device: Sized + 'static {
         slots: &'a [Slot],
         scales: &'a [f32],
     ) -> Result<Self::LoraStep<'a>>;
-    /// [`gemm`](Self::gemm) and the deltas: `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`. All ranks take part if the layer is fully
-    /// sharded.
+    /// [`gemm`](Self::gemm) and the deltas: `y[t] = x[t] Wᵀ + scale · scaling · B (A x[t])`. All ranks take part if the
+    /// layer is fully sharded.
     fn gemm_with_deltas(
         &self,
         x: &Self::Tensor,
@@ -260,9 +269,9 @@ pub trait Device: Sized + 'static {
         step: &mut Self::LoraStep<'_>,
         x: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if the step has a stack
-    /// or so many rows that one operation of the library is faster than two. Whether there is such an operation does not depend on the step's
-    /// adapters.
+    /// [`silu_mul`](Self::silu_mul) of [`gemm`](Self::gemm) plus the deltas of a layer of gate and up, rounded once, if
+    /// the step has a stack or so many rows that one operation of the library is faster than two. Whether there is such
+    /// an operation does not depend on the step's adapters.
     fn gate_up_of_many(
         &self,
         _x: &Self::Tensor,
@@ -289,9 +298,9 @@ pub trait Device: Sized + 'static {
         step: &mut Self::LoraStep<'s>,
         routes: &'a Self::Routes,
     ) -> Result<Self::Grouped<'a, 's>>;
-    /// `silu(gate) · up` of every route. Gate and up are the base model's `gate_up` plus the adapter's delta for the expert,
-    /// `scale · scaling · B (A x[t])`. One operation of the library does all of it and rounds once. With many routes, the GPU adds the
-    /// delta first and then runs [`silu_mul`](Self::silu_mul).
+    /// `silu(gate) · up` of every route. Gate and up are the base model's `gate_up` plus the adapter's delta for the
+    /// expert, `scale · scaling · B (A x[t])`. One operation of the library does all of it and rounds once. With many
+    /// routes, the GPU adds the delta first and then runs [`silu_mul`](Self::silu_mul).
     fn activate(
         &self,
         layer: &Self::LoraExperts,
@@ -313,8 +322,8 @@ pub trait Device: Sized + 'static {
 
     // ---- The model: the example's own operations.
 
-    /// A layer's experts in a step without adapters, with the bits of [`activate`](Self::activate) and [`combine`](Self::combine), if
-    /// there are faster kernels. `x` has a row for each token.
+    /// A layer's experts in a step without adapters, with the bits of [`activate`](Self::activate) and
+    /// [`combine`](Self::combine), if there are faster kernels. `x` has a row for each token.
     fn experts_without_adapters(
         &self,
         _layer: &Self::LoraExperts,
@@ -342,9 +351,9 @@ pub trait Device: Sized + 'static {
         weight: &Self::Tensor,
         eps: f32,
     ) -> Result<Self::Tensor>;
-    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of its pairs `(i, i + dim / 2)` by its token's angles,
-    /// both products rounded, then their sum; then the copy of k and v to the token's row of the cache. Of `qkv`, only q is used
-    /// afterwards.
+    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of its pairs `(i, i + dim / 2)` by its
+    /// token's angles, both products rounded, then their sum; then the copy of k and v to the token's row of the cache.
+    /// Of `qkv`, only q is used afterwards.
     fn rotate_and_append(
         &self,
         qkv: &mut Self::Tensor,
@@ -354,11 +363,13 @@ pub trait Device: Sized + 'static {
         places: &Places<Self>,
         cache: &mut Cache<Self>,
     ) -> Result<()>;
-    /// Each query's attention over the cache, from its sequence's first token to its own, as transformers' `eager` computes it: `q·k` is
-    /// rounded, times `1/√dim` is rounded, their softmax (in `f32`) is rounded, and so is the sum of the values.
+    /// Each query's attention over the cache, from its sequence's first token to its own, as transformers' `eager`
+    /// computes it: `q·k` is rounded, times `1/√dim` is rounded, their softmax (in `f32`) is rounded, and so is the sum
+    /// of the values.
     ///
-    /// The GPU computes it as transformers' `flash_attention_2` does, in 16 bits with heads of 32, 64 or 128 features and groups of up
-    /// to 16 queries: only the powers of the softmax are rounded, before they meet the values, and the result.
+    /// The GPU computes it as transformers' `flash_attention_2` does, in 16 bits with heads of 32, 64 or 128 features
+    /// and groups of up to 16 queries: only the powers of the softmax are rounded, before they meet the values, and the
+    /// result.
     fn attention(
         &self,
         qkv: &Self::Tensor,
@@ -368,9 +379,10 @@ pub trait Device: Sized + 'static {
     ) -> Result<Self::Tensor>;
     /// `silu(gate)`, rounded, times `up`, rounded: rows hold the gates before the ups.
     fn silu_mul(&self, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// The `top_k` experts of each token whose scores are the largest, the first of equals, and their weights: the softmax (in `f32`, over
-    /// all experts), divided by its sum over the chosen experts if `normalized`, rounded. Scores are `x routerᵀ`, rounded, or
-    /// [`gemm_with_deltas`](Self::gemm_with_deltas) in a step with adapters. Only routes to experts in `held` have rows.
+    /// The `top_k` experts of each token whose scores are the largest, the first of equals, and their weights: the
+    /// softmax (in `f32`, over all experts), divided by its sum over the chosen experts if `normalized`, rounded.
+    /// Scores are `x routerᵀ`, rounded, or [`gemm_with_deltas`](Self::gemm_with_deltas) in a step with adapters. Only
+    /// routes to experts in `held` have rows.
     fn choose_experts(
         &self,
         x: &Self::Tensor,
@@ -379,7 +391,8 @@ pub trait Device: Sized + 'static {
         top_k_and_normalized: (usize, bool),
         held: Range<usize>,
     ) -> Result<Self::Routes>;
-    /// The row of `x` of each route's token, in the order of the routes' rows, and rows of zeros for the routes that have none.
+    /// The row of `x` of each route's token, in the order of the routes' rows, and rows of zeros for the routes that
+    /// have none.
     fn rows_of_routes(&self, x: &Self::Tensor, routes: &Self::Routes) -> Result<Self::Tensor>;
     /// `y += x`, rounded.
     fn add(&self, y: &mut Self::Tensor, x: &Self::Tensor) -> Result<()>;
@@ -388,13 +401,15 @@ pub trait Device: Sized + 'static {
 
     /// Room for the tokens of up to `rows` rows of logits.
     fn draws(&self, rows: usize) -> Result<Self::Draws>;
-    /// Chooses a token by each row of logits. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where their sums are exact.
+    /// Chooses a token by each row of logits. Probabilities are in `f64` on the CPU and in `f32` on the GPU, where
+    /// their sums are exact.
     fn draw(&self, logits: &Self::Tensor, draws: &[Draw], drawn: &mut Self::Draws) -> Result<()>;
-    /// Overwrites each id that has a source, a row of logits, with the token chosen there, or with 0 if none was. A source is negative
-    /// for ids that stay.
+    /// Overwrites each id that has a source, a row of logits, with the token chosen there, or with 0 if none was. A
+    /// source is negative for ids that stay.
     fn take_drawn(&self, ids: &mut Self::Indices, sources: &[i32], drawn: &Self::Draws) -> Result<()>;
 
-    // ---- Between the ranks of a tensor-parallel group, which call the same operations in the same order. A single rank changes nothing.
+    // ---- Between the ranks of a tensor-parallel group, which call the same operations in the same order.
+    // A single rank changes nothing.
 
     /// The device's rank.
     fn tp(&self) -> TpRank;
@@ -405,8 +420,8 @@ pub trait Device: Sized + 'static {
 
     // ---- To the host.
 
-    /// The token chosen by each row of logits, `None` if one is NaN; and its log-probability in the model, without temperature and
-    /// bounds. Does not wait for work that was enqueued after the draw.
+    /// The token chosen by each row of logits, `None` if one is NaN; and its log-probability in the model, without
+    /// temperature and bounds. Does not wait for work that was enqueued after the draw.
     fn drawn(&self, drawn: &mut Self::Draws) -> Result<Vec<(Option<u32>, f32)>>;
     /// All elements of a matrix, row by row.
     fn read(&self, x: &Self::Tensor) -> Result<Vec<f32>>;

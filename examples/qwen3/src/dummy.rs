@@ -1,6 +1,8 @@
-//! A checkpoint of random weights for any `config.json`, so that a model is measured at its true size without its files.
+//! A checkpoint of random weights for any `config.json`, so that a model is measured at its true size without its
+//! files.
 //!
-//! All tensors are parts of one block of random numbers, as large as the largest of them, which is made in a second. Norms are ones.
+//! All tensors are parts of one block of random numbers, as large as the largest of them, which is made in a second.
+//! Norms are ones.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::atomic::AtomicU64};
 

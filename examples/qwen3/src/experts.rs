@@ -1,7 +1,7 @@
 //! The experts of the base model: two formats of weights behind one trait that multiplies with them.
 //!
-//! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of the weights
-//! to 4 bits.
+//! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of
+//! the weights to 4 bits.
 
 use std::borrow::Cow;
 
@@ -10,8 +10,8 @@ use crate::{device::Device, error::Result};
 /// One projection of all experts on this rank. Its products fail as operations of a [`Device`] do.
 #[expect(clippy::missing_errors_doc, reason = "the trait has it, once for all products")]
 pub trait GroupedGemm<D: Device> {
-    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert. Rows of the result
-    /// that belong to no route have any value.
+    /// `x W[expert]ᵀ` of every route, rounded once. `x` and the result have a row for each route, sorted by expert.
+    /// Rows of the result that belong to no route have any value.
     fn run(&self, device: &D, x: &D::Tensor, routes: &D::Routes) -> Result<D::Tensor>;
 
     /// [`run`](Self::run), with a row of `x` for each token.
@@ -46,8 +46,8 @@ pub enum ExpertWeights<'a, T: Clone> {
     Int4(Int4),
 }
 
-/// A matrix in 4 bits with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the scale of
-/// its group, exactly, as no kernel rounds that product.
+/// A matrix in 4 bits with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the
+/// scale of its group, exactly, as no kernel rounds that product.
 #[derive(Clone, Debug)]
 pub struct Int4 {
     /// Consecutive elements of a row that share a scale. Rows are whole groups.

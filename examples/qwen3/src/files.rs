@@ -1,6 +1,7 @@
 //! Reading input files and writing the output file safely, whatever the paths point to.
 //!
-//! Invariant: only regular files are read, text only up to a limit. The output replaces only a regular file that is not an input.
+//! Invariant: only regular files are read, text only up to a limit. The output replaces only a regular file that is not
+//! an input.
 
 use std::{
     fs::{self, File, Metadata},

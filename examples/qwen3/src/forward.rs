@@ -1,16 +1,18 @@
 //! The reference forward: where the multi-LoRA calls go in a Qwen3.
 //!
-//! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v fused; o;
-//! gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM and its deltas are one
-//! call. In steps of many, the deltas of gate and up and the activation are one. In a layer with experts, the calls replace the
-//! activation and the combine, after two grouped GEMMs of any base. With many routes on the GPU they come before the base's activation
-//! and combine instead. The router is a linear layer, whose scores have their deltas before the experts are chosen. All calls of a step
-//! share one [`LoraStep`](Device::LoraStep), made from one slot per token. The head has another step, because it sees only the sampled
-//! rows. The rest of the forward does not know about adapters.
+//! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v
+//! fused; o; gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM
+//! and its deltas are one call. In steps of many, the deltas of gate and up and the activation are one. In a layer with
+//! experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many routes on
+//! the GPU they come before the base's activation and combine instead. The router is a linear layer, whose scores have
+//! their deltas before the experts are chosen. All calls of a step share one [`LoraStep`](Device::LoraStep), made from
+//! one slot per token. The head has another step, because it sees only the sampled rows. The rest of the forward does
+//! not know about adapters.
 //!
-//! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in front of an
-//! all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert parallelism, each rank has some of
-//! the experts instead of a part of each. It has all tokens, and adds up the routes to its own experts. Every rank has the whole router.
+//! On several ranks, each has some of the heads, of the intermediate features and of the vocabulary. The layers in
+//! front of an all-reduce compute partial sums, to which each rank adds the delta of its part of A. With expert
+//! parallelism, each rank has some of the experts instead of a part of each. It has all tokens, and adds up the routes
+//! to its own experts. Every rank has the whole router.
 
 use std::cell::RefCell;
 
@@ -86,7 +88,8 @@ impl Fusion {
 pub enum Stacked<'a, D: Device> {
     /// As those that are not.
     No,
-    /// By a GEMM of all rows, for the bits that base tokens have beside any adapters, and with deltas as without a stack.
+    /// By a GEMM of all rows, for the bits that base tokens have beside any adapters, and with deltas as without a
+    /// stack.
     Rows,
     /// By a GEMM of all rows, with deltas of the stack, which has the adapters of the batch.
     Deltas(&'a D::Stack),
@@ -343,8 +346,8 @@ impl<D: Device> Model<'_, D> {
         self.device.all_gather(logits, self.config.vocab)
     }
 
-    /// On the rank's part of a layer, the base model's GEMM and the delta of every token's adapter: all that multi-LoRA needs in a linear
-    /// layer. Where it is faster, one operation of the library does both.
+    /// On the rank's part of a layer, the base model's GEMM and the delta of every token's adapter: all that multi-LoRA
+    /// needs in a linear layer. Where it is faster, one operation of the library does both.
     fn linear(
         &self,
         x: &D::Tensor,
@@ -376,8 +379,8 @@ impl<D: Device> Model<'_, D> {
         device.silu_mul(&self.linear(x, layer.parts(), fused, lora)?)
     }
 
-    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the activation and with
-    /// the combine. A step without adapters needs neither of the library's operations.
+    /// The base model's grouped GEMMs, over rows that are sorted by expert, and every token's adapter with the
+    /// activation and with the combine. A step without adapters needs neither of the library's operations.
     fn experts(
         &self,
         x: &D::Tensor,
@@ -402,7 +405,8 @@ impl<D: Device> Model<'_, D> {
         device.combine(lora, step, &mut grouped, &inter, down)
     }
 
-    /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has them.
+    /// Frequencies and angles in `f32`, their cosines and sines rounded to the element type, all as transformers has
+    /// them.
     #[expect(clippy::cast_possible_truncation, reason = "where transformers rounds")]
     fn rope(&self, positions: usize) -> Result<Rope<D>> {
         let Heads { dim, .. } = self.config.heads;

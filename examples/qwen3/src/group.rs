@@ -1,10 +1,11 @@
 //! The ranks of a tensor-parallel group: how they find each other, and what they exchange through the host.
 //!
-//! The ranks are threads of one process, or processes that are started as NCCL's are, with `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
-//! `MASTER_PORT`. Either way they have one operation, [`Rank::gather`]. Adapters are loaded by it ([`Ranks`]), NCCL starts by it, and
-//! the CPU adds up activations by it.
+//! The ranks are threads of one process, or processes that are started as NCCL's are, with `RANK`, `WORLD_SIZE`,
+//! `MASTER_ADDR` and `MASTER_PORT`. Either way they have one operation, [`Rank::gather`]. Adapters are loaded by it
+//! ([`Ranks`]), NCCL starts by it, and the CPU adds up activations by it.
 //!
-//! Invariant: no rank waits for ever. If a rank ends, the others get an error at once; if it does nothing, after a time limit.
+//! Invariant: no rank waits for ever. If a rank ends, the others get an error at once; if it does nothing, after a time
+//! limit.
 
 mod sockets;
 mod threads;
@@ -31,7 +32,8 @@ use crate::error::{Context, Error, Result, bail};
 /// The port of rank 0 unless `MASTER_PORT` names another, as PyTorch has it.
 const DEFAULT_PORT: u16 = 29_500;
 
-/// One rank of a group, connected to the others. Clones are the same rank, which leaves the group with the last of them.
+/// One rank of a group, connected to the others. Clones are the same rank, which leaves the group with the last of
+/// them.
 #[derive(Clone)]
 pub struct Rank {
     tp: TpRank,
@@ -113,8 +115,8 @@ impl Rank {
         self.local
     }
 
-    /// Sends bytes to all ranks, and returns those of all ranks, by rank. Blocks until they have arrived. The n-th calls of all ranks
-    /// belong together, and have equally many bytes.
+    /// Sends bytes to all ranks, and returns those of all ranks, by rank. Blocks until they have arrived. The n-th
+    /// calls of all ranks belong together, and have equally many bytes.
     ///
     /// # Errors
     ///
@@ -192,7 +194,8 @@ impl Ranks for Rank {
     }
 }
 
-/// The errors of the ranks of a group, by rank. All ranks refuse what none can run with the same error, which is given once.
+/// The errors of the ranks of a group, by rank. All ranks refuse what none can run with the same error, which is given
+/// once.
 pub fn errors_of_ranks(errors: &BTreeMap<usize, String>, size: usize) -> String {
     let distinct: BTreeSet<&String> = errors.values().collect();
     match Vec::from_iter(distinct)[..] {

@@ -240,7 +240,8 @@ impl Job {
         verify(device, merge, requests, generations, dtype)
     }
 
-    /// Runs all requests: in one batch, with the adapters in these slots, or in those that fit in a pool. Returns their results, and the requests of each batch.
+    /// Runs all requests: in one batch, with the adapters in these slots, or in those that fit in a pool. Returns their
+    /// results, and the requests of each batch.
     fn serve<D: Device>(
         &self,
         model: &Model<'_, D>,
@@ -333,7 +334,8 @@ impl Job {
             )
         });
         format!(
-            "{batches} of {} requests, {} adapters and the base model, {dtype} on {}{}: a prefill of {prompts} tokens, then {} \
+            "{batches} of {} requests, {} adapters and the base model, {dtype} on {}{}: a prefill of {prompts} tokens, \
+             then {} \
              decode steps, in {:.3} s.\n{}\
              Base model: {} of {} requests have the very bits of a run in which no adapter was ever loaded.\n",
             rows.len(),

@@ -110,8 +110,8 @@ pub mod route {
     /// Eight for each of `kRouterTiles`. With more, the separate kernels are faster.
     const TOKENS: usize = 16;
 
-    /// Whether it is for so many tokens, each with a row of `cols` elements of 16 bits: a thread for each route, `kFewExperts` and
-    /// `kFewTopK`.
+    /// Whether it is for so many tokens, each with a row of `cols` elements of 16 bits: a thread for each route,
+    /// `kFewExperts` and `kFewTopK`.
     pub fn fits(tokens: usize, experts: usize, top_k: usize, cols: usize) -> bool {
         let is_few = tokens <= TOKENS && tokens * top_k <= THREADS as usize && experts <= 256 && top_k <= 32;
         is_few && cols > 0 && cols.is_multiple_of(16)
@@ -141,8 +141,8 @@ pub mod grouped_gemm {
     /// Of `grouped_gemm` and `grouped_gemm_int4`: `kTileRows` and `kTileOuts`.
     pub const SIMPLE: Tile = Tile { rows: 32, outs: 64, threads: super::THREADS, shared_bytes: 0 };
 
-    /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`. All give the same
-    /// bits.
+    /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`.
+    /// All give the same bits.
     pub const TENSOR: [Tile; 4] =
         [tile(16, 32, 64, 6), tile(16, 64, 128, 5), tile(64, 128, 128, 3), tile(128, 128, 256, 3)];
 
@@ -152,8 +152,8 @@ pub mod grouped_gemm {
     /// Elements of 16 bits that `TENSOR` copies at a time: rows must be whole multiples.
     pub const VECTOR: usize = 8;
 
-    /// The place in `TENSOR` of the kernel for so many routes: the one with the fewest rows of a tile that has room for the routes of an
-    /// expert, if those to all ranks are spread evenly over `experts`.
+    /// The place in `TENSOR` of the kernel for so many routes: the one with the fewest rows of a tile that has room for
+    /// the routes of an expert, if those to all ranks are spread evenly over `experts`.
     pub fn tensor_for(routes: usize, experts: usize) -> usize {
         // The blocks of the first one fill the device with few experts.
         const FEW_ROUTES: usize = 32;

@@ -20,8 +20,8 @@ use crate::{
     stderr::progress,
 };
 
-/// Adapters in the stack of a model, and their largest rank. It does not depend on the adapters that are there, so that the base model has
-/// the same bits beside any.
+/// Adapters in the stack of a model, and their largest rank. It does not depend on the adapters that are there, so that
+/// the base model has the same bits beside any.
 pub const STACK: (usize, usize) = (8, 16);
 
 /// A base model and the adapters that run on it.
@@ -210,7 +210,8 @@ impl<D: Device> Model<'_, D> {
     }
 }
 
-/// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. All ranks load each of them, or none.
+/// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. All ranks load each of
+/// them, or none.
 ///
 /// # Errors
 ///
@@ -241,8 +242,8 @@ pub fn load<D: Device>(
     Ok((table, slots))
 }
 
-/// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the group, which
-/// exchange matrices of such sizes.
+/// The bounds of a table for adapters whose factors on this rank have these ranks. They are equal on all ranks of the
+/// group, which exchange matrices of such sizes.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! `--arena-mib`: the adapters in a pool of the library's, on one device or on all ranks of a group, and the batches of requests whose
-//! adapters fit in it together.
+//! `--arena-mib`: the adapters in a pool of the library's, on one device or on all ranks of a group, and the batches of
+//! requests whose adapters fit in it together.
 
 use std::{mem, result, sync::Arc, time::Duration};
 
@@ -42,7 +42,8 @@ struct Pooled<D: Device, B: Backend> {
     slots: for<'a> fn(&'a AdapterPool<B>) -> Slots<'a, D>,
 }
 
-/// A rank's pool for steps of at most `tokens` tokens, and the table whose slots it fills. Every rank makes the same calls.
+/// A rank's pool for steps of at most `tokens` tokens, and the table whose slots it fills. Every rank makes the same
+/// calls.
 pub(crate) fn pooled<D: Device>(
     device: &D,
     model: &Model,
@@ -96,7 +97,8 @@ impl<D: Device, B: Backend<Source: From<Source>>> Pooled<D, B> {
         Ok(Self { pool, adapters, slots })
     }
 
-    /// The place of an adapter among those of a batch, which it joins unless it is there; `None` if it does not fit beside them.
+    /// The place of an adapter among those of a batch, which it joins unless it is there; `None` if it does not fit
+    /// beside them.
     fn place(&mut self, adapter: usize, ids: &mut Vec<AdapterId>) -> Result<Option<usize>> {
         let (name, id) = self.adapters[adapter].clone();
         let there = ids.iter().position(|&other| other == id);

@@ -1,6 +1,7 @@
 //! The model's `tokenizer.json`, used as in transformers: without the padding and truncation that the file may contain.
 //!
-//! The tokenizers crate panics on some files, and on others allocates sizes that the file names. Invariant: both end in an error.
+//! The tokenizers crate panics on some files, and on others allocates sizes that the file names. Invariant: both end in
+//! an error.
 
 use std::{
     any::Any,
@@ -85,8 +86,8 @@ impl Tokenizer {
         })
     }
 
-    /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have more than
-    /// `max_tokens` is refused before it is tokenized.
+    /// The tokens of a text, with the special tokens that the file adds to a text, or without. A text that must have
+    /// more than `max_tokens` is refused before it is tokenized.
     ///
     /// # Errors
     ///
@@ -116,7 +117,8 @@ impl Tokenizer {
         self.inner.id_to_token(token).is_some_and(|spelled| shows_special || !is_special(&spelled))
     }
 
-    /// The bytes that a token adds to a text, behind the token `before` it or at its beginning. Those of a character may be of several tokens.
+    /// The bytes that a token adds to a text, behind the token `before` it or at its beginning. Those of a character
+    /// may be of several tokens.
     ///
     /// # Errors
     ///
@@ -163,8 +165,8 @@ impl Spelling {
     }
 }
 
-/// The byte that a character stands for in a vocabulary of bytes: GPT-2's, which shows those that are no visible characters of Latin-1 as
-/// those from U+0100 on.
+/// The byte that a character stands for in a vocabulary of bytes: GPT-2's, which shows those that are no visible
+/// characters of Latin-1 as those from U+0100 on.
 fn byte_of(char: char) -> Option<u8> {
     let code = u32::from(char);
     let byte = match code {
@@ -185,9 +187,10 @@ fn fallback_byte(spelled: &str) -> Option<u8> {
 
 /// How many tokens a text has at least, which is found faster than its tokens.
 ///
-/// ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n` characters stands for at most
-/// `n` of them, so a character counts as one part of the characters of the longest token that it is in. A character before one beyond ASCII
-/// does not count, as it may be composed with it; nor does white space where an added token may take any number of it.
+/// ASCII characters count, where each is itself a token of a BPE model, so that none is unknown. A token of `n`
+/// characters stands for at most `n` of them, so a character counts as one part of the characters of the longest token
+/// that it is in. A character before one beyond ASCII does not count, as it may be composed with it; nor does white
+/// space where an added token may take any number of it.
 #[derive(Clone, Copy, Debug)]
 struct Least([u64; 128]);
 
@@ -253,7 +256,8 @@ impl Least {
     }
 }
 
-/// The character that an ASCII byte is in the vocabulary of a `tokenizer.json` whose parts keep it; `None` if it may be none.
+/// The character that an ASCII byte is in the vocabulary of a `tokenizer.json` whose parts keep it; `None` if it may be
+/// none.
 fn spelled(fields: &Map<String, Value>, byte: u8) -> Option<char> {
     let char = char::from(byte);
     if char.is_ascii_graphic() {

@@ -50,7 +50,8 @@ impl Moved {
     }
 }
 
-/// Whether a request passes: without an adapter it is bit-identical to a run without adapters, and it passes `--verify` if that ran.
+/// Whether a request passes: without an adapter it is bit-identical to a run without adapters, and it passes `--verify`
+/// if that ran.
 pub(crate) fn is_as_it_should_be(has_adapter: bool, moved: Option<Moved>, verdict: Option<Verdict>) -> bool {
     let base_is_untouched = has_adapter || moved.is_none_or(|moved| moved.identical);
     base_is_untouched && verdict.is_none_or(Verdict::passes)
@@ -80,14 +81,15 @@ pub(crate) struct Roundings {
 impl Roundings {
     /// The difference from the merged model's logits that rounding alone explains.
     ///
-    /// This is a model, not a bound: a worst-case bound would let any adapter pass. It assumes that roundings are independent, that
-    /// their root mean square is under half the unit roundoff `u` of the dtype relative to the rounded value, and that no rounded
-    /// value exceeds the residual stream. A layer has 28 roundings: 17 in the attention half (2 norm, 2 weights, 2 deltas, 2
-    /// products, 2 head norm, 3 rope, 2 scores, 1 softmax, 1 sum) and 11 in the other (2 norm, 2 weights, 2 deltas, 2 products, 2
-    /// activation, 1 sum). They add up to `½ u √(28 layers)` of the hidden state, and to as much of the largest logit, whose own
-    /// rounding adds at most `u`. Experts have at most 2 more, of the router's weights and of the combine, but most of theirs
-    /// average out over several experts. The model does not hold if rounding sends a token to another expert. Every product also
-    /// sums up to `k` terms in `f32`, in both models: `2k` more roundings of `f32` for each product.
+    /// This is a model, not a bound: a worst-case bound would let any adapter pass. It assumes that roundings are
+    /// independent, that their root mean square is under half the unit roundoff `u` of the dtype relative to the
+    /// rounded value, and that no rounded value exceeds the residual stream. A layer has 28 roundings: 17 in the
+    /// attention half (2 norm, 2 weights, 2 deltas, 2 products, 2 head norm, 3 rope, 2 scores, 1 softmax, 1 sum) and 11
+    /// in the other (2 norm, 2 weights, 2 deltas, 2 products, 2 activation, 1 sum). They add up to `½ u √(28 layers)`
+    /// of the hidden state, and to as much of the largest logit, whose own rounding adds at most `u`. Experts have at
+    /// most 2 more, of the router's weights and of the combine, but most of theirs average out over several experts.
+    /// The model does not hold if rounding sends a token to another expert. Every product also sums up to `k` terms in
+    /// `f32`, in both models: `2k` more roundings of `f32` for each product.
     #[expect(clippy::cast_possible_truncation, reason = "a tolerance")]
     fn tolerance(self, logits: &[f32]) -> f32 {
         let largest = logits.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));

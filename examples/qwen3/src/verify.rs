@@ -1,7 +1,7 @@
 //! `--verify`: runs each request again, alone, in `f32`, on a model whose weights contain the merged adapter.
 //!
-//! This run has no multi-LoRA and no other requests. It follows the tokens that the batch chose, so that logits are compared step
-//! by step even after a near tie.
+//! This run has no multi-LoRA and no other requests. It follows the tokens that the batch chose, so that logits are
+//! compared step by step even after a near tie.
 
 use std::sync::Arc;
 

@@ -27,7 +27,8 @@ const EXPERTS: usize = 40;
 /// Hidden size, intermediate size and experts per token of each layer. Rows of the second are not aligned.
 const LAYERS: [([usize; 2], usize, Order); 2] = [([1152, 264], 4, Order::GateUp), ([300, 100], 2, Order::UpGate)];
 const MAX_TOP_K: usize = 4;
-/// Tokens with which each layer has few routes, as many as every block groups, one more, as many as one block groups, and more.
+/// Tokens with which each layer has few routes, as many as every block groups, one more, as many as one block groups,
+/// and more.
 const TOKENS: [[usize; 6]; 2] = [[1, 16, 17, 256, 257, 400], [1, 32, 33, 512, 513, 640]];
 /// Operations on the same routes, each with a separate target.
 const LAUNCHES: [Op; 4] = [Op::AddGateUp, Op::Activate(Act::Silu), Op::AddDown, Op::Combine];
@@ -144,7 +145,8 @@ impl<'a> Steps<'a> {
         let mut rng = StdRng::seed_from_u64(layer as u64);
         let top_k = LAYERS[layer].1;
         let (total, most): (usize, usize) = (tokens.iter().sum(), *tokens.iter().max().unwrap());
-        // In the first layer, one slot has half of the tokens and three experts have most of them. In the second, all have few.
+        // In the first layer, one slot has half of the tokens and three experts have most of them. In the second, all
+        // have few.
         let (is_large, end) = (layer == 0, CAPACITY.num_slots as i32);
         let slots: Vec<i32> =
             (0..total).map(|_| if is_large && rng.random() { 2 } else { rng.random_range(-1..end) }).collect();
@@ -327,7 +329,8 @@ fn two_streams_at_once() {
     streams.iter_mut().zip(&expected).for_each(|(steps, expected)| steps.check(expected, "captured"));
 }
 
-/// Layers of different shapes and route counts share a workspace, eager and captured. No launch reads sums or routes of another.
+/// Layers of different shapes and route counts share a workspace, eager and captured. No launch reads sums or routes of
+/// another.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_workspace_and_a_grouping_remember_nothing() {

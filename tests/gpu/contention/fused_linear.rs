@@ -11,8 +11,9 @@ use crate::{
 
 const LAUNCHES: usize = 6;
 
-/// Multiprocessors that the other kernel leaves: as few as are enough for the same launches without adapters, whose blocks wait for
-/// no sums. Two blocks that share a row form a cluster, which the hardware places on neighbouring multiprocessors only.
+/// Multiprocessors that the other kernel leaves: as few as are enough for the same launches without adapters, whose
+/// blocks wait for no sums. Two blocks that share a row form a cluster, which the hardware places on neighbouring
+/// multiprocessors only.
 const LEFT: [usize; 5] = [8, 16, 24, 32, 48];
 
 /// Another kernel occupies most multiprocessors when the kernels start, and again while they run.
@@ -39,7 +40,8 @@ fn beside_a_kernel_that_takes_most_multiprocessors() {
             let mut adapted = launches((0..tokens).map(|token| (token * 3 + 2) % 5 - 1).collect());
             assert!(
                 adapted.outrun(&gpu, left),
-                "{tokens} tokens of {in_features} features: waits for multiprocessors that it need not have, beside {left}"
+                "{tokens} tokens of {in_features} features: waits for multiprocessors that it need not have, beside \
+                 {left}"
             );
         }
     }

@@ -1,4 +1,5 @@
-//! The largest numbers of slots, experts, routes, adapters and ranks, and more of them than a block handles at a time, with data.
+//! The largest numbers of slots, experts, routes, adapters and ranks, and more of them than a block handles at a time,
+//! with data.
 
 use aril::{Element, plan::MAX_SLOTS};
 

@@ -1,5 +1,5 @@
-//! Operations on a layer's experts in fixed memory, while routes, adapters and shared factors change, as in replays of a captured
-//! graph.
+//! Operations on a layer's experts in fixed memory, while routes, adapters and shared factors change, as in replays of
+//! a captured graph.
 
 use std::{collections::BTreeMap, marker::PhantomData};
 
@@ -129,7 +129,8 @@ impl<'a, T: Element> Layer<'a, T> {
         all
     }
 
-    /// Enqueues the grouping and the operations, each with its shrink beside a base operation that `base` enqueues in front of it.
+    /// Enqueues the grouping and the operations, each with its shrink beside a base operation that `base` enqueues in
+    /// front of it.
     fn launch_beside(&mut self, mut base: impl FnMut(usize, &Operation)) {
         let stream = self.gpu.raw_stream();
         let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
@@ -143,9 +144,10 @@ impl<'a, T: Element> Layer<'a, T> {
         }
     }
 
-    /// Enqueues the grouping, an activation and a combine of what it writes, and returns the result of the combine. `early`: each beside a
-    /// base operation in front, the combine beside the activation, too. The time is that of the base operation of gate and up. `refused`:
-    /// a combine that is refused comes first, behind which none is beside the activation.
+    /// Enqueues the grouping, an activation and a combine of what it writes, and returns the result of the combine.
+    /// `early`: each beside a base operation in front, the combine beside the activation, too. The time is that of the
+    /// base operation of gate and up. `refused`: a combine that is refused comes first, behind which none is beside the
+    /// activation.
     fn activate_and_combine(&mut self, early: Option<(&Late, u64)>, refused: bool) -> Vec<T> {
         let stream = self.gpu.raw_stream();
         let step = raw::Step::new(self.weights.raw(), self.batch, self.workspace.raw(), stream);
@@ -158,7 +160,8 @@ impl<'a, T: Element> Layer<'a, T> {
         // SAFETY: the layer owns all operands and keeps them alive until the stream is synchronized.
         let mut routes = unsafe { self.grouping.group(self.batch, self.top_k, stream) }.unwrap();
         if let Some((late, microseconds)) = early {
-            // SAFETY: the copies start when all before them has ended, or behind the activation, and write what nobody reads.
+            // SAFETY: the copies start when all before them has ended, or behind the activation, and write what nobody
+            // reads.
             routes = unsafe { routes.shrink_beside_base() };
             late.copy(&scratch[0], &scratch[1], microseconds);
         }
@@ -193,8 +196,8 @@ impl<'a, T: Element> Layer<'a, T> {
         }
     }
 
-    /// Writes the operands of a step whose first `live` tokens are routed, launches it, and compares the result of each operation with
-    /// the reference for adapters with these factors. No route of the other tokens may have a row.
+    /// Writes the operands of a step whose first `live` tokens are routed, launches it, and compares the result of each
+    /// operation with the reference for adapters with these factors. No route of the other tokens may have a row.
     pub fn check(&mut self, step: &Case, live: usize, pairs: &[Pairs], what: &str, launch: impl FnOnce(&mut Self)) {
         fn padded<V: Clone>(values: &[V], live: usize, len: usize, padding: V) -> Vec<V> {
             let mut values = values[..live].to_vec();
@@ -242,7 +245,8 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 }
 
-/// Whether the device chooses wide tiles if it may and each route has a row (`takes_large_m` in `csrc/moe/route_tiles.cuh`).
+/// Whether the device chooses wide tiles if it may and each route has a row (`takes_large_m` in
+/// `csrc/moe/route_tiles.cuh`).
 pub fn routes_go_wide(slots: &[i32], ids: &[i32], [num_slots, num_experts, max_rank]: [usize; 3]) -> bool {
     let top_k = ids.len() / slots.len().max(1);
     let mut groups = BTreeMap::<_, usize>::new();
@@ -345,7 +349,8 @@ fn a_replay_goes_by_the_tiles_that_its_routes_make() {
     }
 }
 
-/// Between replays of a graph, adapters are loaded, unloaded, and change ranks and shared factors, for each way of grouping routes.
+/// Between replays of a graph, adapters are loaded, unloaded, and change ranks and shared factors, for each way of
+/// grouping routes.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_replay_sees_what_became_of_the_adapters() {
@@ -453,7 +458,8 @@ fn case_of_three(routes: [usize; 2]) -> Case {
     Case::new([EXPERTS, choose(2048, 136), choose(512, 72)], adapters, routes)
 }
 
-/// Behind a base operation that lets them start before it has written y: it copies the case's y into one of NaN, later than shrink ends.
+/// Behind a base operation that lets them start before it has written y: it copies the case's y into one of NaN, later
+/// than shrink ends.
 #[test]
 #[ignore = "needs a GPU"]
 fn deltas_beside_the_base_agree_with_the_reference() {
@@ -494,7 +500,8 @@ fn deltas_beside_the_base_agree_with_the_reference() {
 
     let gpu = Gpu::new();
     let late = Late::new(&gpu);
-    // Each operation groups the routes, the first block of the first one does, and there are more for a token than a warp reads at once.
+    // Each operation groups the routes, the first block of the first one does, and there are more for a token than a
+    // warp reads at once.
     for (tokens, top_k) in [(1, 8), (8, 8), (choose(40, 17), 8), (2, 40)] {
         for dtype in [Dtype::BF16, Dtype::F16] {
             let case = case_of_three([tokens, top_k]);
@@ -507,7 +514,8 @@ fn deltas_beside_the_base_agree_with_the_reference() {
     }
 }
 
-/// The combine begins before the activation in front of its base operation has written x. With more routes it waits for all in front of it.
+/// The combine begins before the activation in front of its base operation has written x. With more routes it waits for
+/// all in front of it.
 #[test]
 #[ignore = "needs a GPU"]
 fn combines_beside_their_activation_have_the_same_bits() {

@@ -1,5 +1,5 @@
-//! Grouping routes by expert and slot on the GPU, once per layer with many routes: the time in a captured graph. Up to 1,024 routes, the
-//! operations on experts group them, and nothing is enqueued.
+//! Grouping routes by expert and slot on the GPU, once per layer with many routes: the time in a captured graph. Up to
+//! 1,024 routes, the operations on experts group them, and nothing is enqueued.
 
 use std::time::Duration;
 

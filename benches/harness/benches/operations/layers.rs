@@ -1,5 +1,5 @@
-//! A few workloads on the GPU: the time of one operation in a captured graph, with weights from memory. Throughput counts the bytes that
-//! must be moved, so that it compares with the memory rate.
+//! A few workloads on the GPU: the time of one operation in a captured graph, with weights from memory. Throughput
+//! counts the bytes that must be moved, so that it compares with the memory rate.
 
 use std::{cell::LazyCell, time::Duration};
 

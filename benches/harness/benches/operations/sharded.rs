@@ -1,5 +1,5 @@
-//! The kernels of one rank of a linear layer, plain and fully sharded: the time per layer in a captured graph, without what the ranks
-//! exchange. Each layer has factors of its own, so that all of them come from memory.
+//! The kernels of one rank of a linear layer, plain and fully sharded: the time per layer in a captured graph, without
+//! what the ranks exchange. Each layer has factors of its own, so that all of them come from memory.
 
 use std::time::Duration;
 

@@ -272,7 +272,8 @@ fn pack<'a>(setup: &Setup<'a>, packers: Option<usize>) -> Result<Option<Work<'a>
     })
 }
 
-/// Copies an adapter's bytes in pieces from page-locked memory that is ready, as many at a time as a [`Staging`] has room for, or one.
+/// Copies an adapter's bytes in pieces from page-locked memory that is ready, as many at a time as a [`Staging`] has
+/// room for, or one.
 fn copy<'a>(setup: &Setup<'a>, piece: usize) -> Result<Option<Work<'a>>> {
     let memory = (0..(STAGING_BYTES / piece).max(1)).map(|_| Ok(PinnedBuffer::<u8>::zeros(&setup.queue, piece)?));
     let mut memory = memory.collect::<Result<Vec<_>>>()?;

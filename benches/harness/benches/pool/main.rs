@@ -1,12 +1,12 @@
 //! Measures the adapter pool on a GPU.
 //!
-//! Writes the figures as JSON and prints them as tables. Each measurement has a pool of its own, and one that fails leaves the others'
-//! figures. All of them take less than a minute. With `--stalls`, measures [`stalls`] alone, in two minutes, and with `--stalls --waits`
-//! [`waited`].
+//! Writes the figures as JSON and prints them as tables. Each measurement has a pool of its own, and one that fails
+//! leaves the others' figures. All of them take less than a minute. With `--stalls`, measures [`stalls`] alone, in two
+//! minutes, and with `--stalls --waits` [`waited`].
 //!
 //! | module | measures |
 //! |---|---|
-//! | [`load`] | the time of a load to the device, from the host tier, from tensors in memory and from files, against a plain copy |
+//! | [`load`] | the time of a load to the device, from the host tier, tensors and files, against a plain copy |
 //! | [`steps`] | the time on the host of a step's leases and its end, by the number of resident adapters |
 //! | [`packing`] | the time to pack factors in device memory into a slot, against a plain copy on the device |
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |

@@ -1,4 +1,5 @@
-//! Replays of a decode step of Qwen3-8B, alone and while another thread's prefetches bring other adapters to the device.
+//! Replays of a decode step of Qwen3-8B, alone and while another thread's prefetches bring other adapters to the
+//! device.
 
 use std::{
     collections::VecDeque,
@@ -235,8 +236,8 @@ fn replay(
 /// A result that another thread may have.
 type Sent<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Prefetches adapters one behind the other, and ends with no copy under way. An error says where the adapter is that did not arrive,
-/// and the state of the pool.
+/// Prefetches adapters one behind the other, and ends with no copy under way. An error says where the adapter is that
+/// did not arrive, and the state of the pool.
 fn bring(pool: &Mutex<AdapterPool>, brought: Brought<'_>, is_done: &AtomicBool) -> Sent<()> {
     let mut turn = match brought {
         Brought::Ring(ids) => ids,

@@ -1,5 +1,5 @@
-//! The limits of a load from files: what it takes to check a directory, to read its file from the page cache, and to pack what is in
-//! memory, without a device.
+//! The limits of a load from files: what it takes to check a directory, to read its file from the page cache, and to
+//! pack what is in memory, without a device.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _, path::Path, time::Instant};
 

@@ -6,7 +6,8 @@
 //! | call | the time on the host of the calls that enqueue a replay and its events |
 //! | period | the time on the device from the end of one replay to the end of the next |
 //!
-//! The slowest replay is named by the time since the work beside it began, and by the run of that work that it overlaps.
+//! The slowest replay is named by the time since the work beside it began, and by the run of that work that it
+//! overlaps.
 
 use std::{
     sync::Arc,
@@ -78,7 +79,8 @@ pub(crate) fn measure(gpu: &Gpu, replays: usize, only: &str, waits: bool) -> Res
     let mut step = weights.step(&batch, workspace)?;
     gpu.time_each(WARM_UP, || Ok(graph.replay(&mut step)?))?;
     println!(
-        "| beside | runs | ms a run | device p50 | p99 | max | call p50 | p99 | max | period p99 | max | slowest, device | slowest, call |"
+        "| beside | runs | ms a run | device p50 | p99 | max | call p50 | p99 | max | period p99 | max | slowest, \
+         device | slowest, call |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for (name, make) in works {

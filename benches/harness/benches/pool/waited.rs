@@ -1,16 +1,16 @@
-//! Steps of a host that waits for each of them, beside each part of a load. The GPU is idle when a step begins, so that all that the host
-//! enqueues for it takes time of the step. Three events time all steps.
+//! Steps of a host that waits for each of them, beside each part of a load. The GPU is idle when a step begins, so that
+//! all that the host enqueues for it takes time of the step. Three events time all steps.
 //!
 //! | column | is |
 //! |---|---|
-//! | routed | *once*: all steps have one routing. *updated*: `Routing::update` in each step. *copied*: a small copy of the host's and `update_on_device` in each step |
+//! | routed | *once* for all steps, *updated* with `Routing::update` in each, or *copied* and `update_on_device` |
 //! | step | the time on the host from the update until the replay has ended |
 //! | update, call, wait | its parts on the host: the update, the call that replays, the wait for the stream |
 //! | before, graph | its parts on the device: up to the graph, and the graph |
 //! | late | steps that ended on the host more than 0.1 ms later than on the device, and the most µs |
 //! | queued | the most µs that the system let the host's thread wait for a core in a step, if it says so |
 //! | longest | the longest parts of the runs beside the steps |
-//! | slowest | the two slowest steps, the time since the work began, and the part of a run that most of the step was beside |
+//! | slowest | the two slowest steps, the time since the work began, and the part of a run that each was beside |
 
 use std::{
     fs::File,
@@ -58,7 +58,8 @@ pub(crate) fn measure(
     let mut host = Host::new(gpu, setup.weights, captured)?;
     host.steps(Routed::Updated, WARM_UP)?;
     println!(
-        "| beside | routed | runs | ms a run | step p50 | p99 | max | update p50 | p99 | max | call p50 | p99 | max | before p50 | p99 | max | graph p50 | p99 | max | late | most | queued | longest | slowest |"
+        "| beside | routed | runs | ms a run | step p50 | p99 | max | update p50 | p99 | max | call p50 | p99 | max | \
+         before p50 | p99 | max | graph p50 | p99 | max | late | most | queued | longest | slowest |"
     );
     println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for (name, make) in works {
@@ -244,7 +245,8 @@ fn place(timed: &Timed, beside: &Runs) -> String {
     let part = beside.parts.0.iter().max_by_key(|(_, span)| shared(span)).filter(|(_, span)| !shared(span).is_zero());
     let part = part.map_or_else(|| "no part".to_owned(), |(name, span)| format!("{name} of {:.2} ms", ms(*span)));
     format!(
-        "{step:.0} = {update:.0} + {call:.0} + {wait:.0}, device {before:.0} + {graph:.0}, queued {queued:.0}, at {since:.1} ms, {part}"
+        "{step:.0} = {update:.0} + {call:.0} + {wait:.0}, device {before:.0} + {graph:.0}, queued {queued:.0}, at \
+         {since:.1} ms, {part}"
     )
 }
 

@@ -1,5 +1,5 @@
-//! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph with base weights
-//! and adapters that no cache holds.
+//! What LoRA adds to a layer: the time of the base layer's GEMM with LoRA minus its time alone, each in a CUDA graph
+//! with base weights and adapters that no cache holds.
 
 use aril::{cuda::raw::FusedLinear, plan::MAX_FORWARD_TOKENS};
 use half::bf16;
@@ -215,7 +215,8 @@ impl<'a> Adapted<'a> {
         agree(difference)
     }
 
-    /// Compares a captured operation behind the layer with what it makes of the outputs of `after`, and `plain` likewise.
+    /// Compares a captured operation behind the layer with what it makes of the outputs of `after`, and `plain`
+    /// likewise.
     fn check_within(&self, mode: Mode) -> Result<()> {
         let tokens = checked_tokens(&self.workload.slots);
         for (want, got) in [(after as Mode, mode), (alone, plain)] {

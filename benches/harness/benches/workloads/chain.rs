@@ -1,5 +1,5 @@
-//! The GEMMs of a decoder layer one after the other, as decode runs them: in a chain, the end of each overlaps the start of the next.
-//! Each of the decoder layers of a CUDA graph has base weights and adapters that no cache holds.
+//! The GEMMs of a decoder layer one after the other, as decode runs them: in a chain, the end of each overlaps the
+//! start of the next. Each of the decoder layers of a CUDA graph has base weights and adapters that no cache holds.
 
 use std::collections::BTreeSet;
 

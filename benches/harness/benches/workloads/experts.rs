@@ -1,5 +1,5 @@
-//! Layers of experts: the grouping of the routes, gate_up and down, captured in CUDA graphs that use sets of adapters and choices of the
-//! router in turn. Suite `moe-own` is also timed with fused activation and combine.
+//! Layers of experts: the grouping of the routes, gate_up and down, captured in CUDA graphs that use sets of adapters
+//! and choices of the router in turn. Suite `moe-own` is also timed with fused activation and combine.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
@@ -249,7 +249,8 @@ impl<'a> ExpertsLayer<'a> {
         Times::of(gpu, &graph, count, replays)
     }
 
-    /// Runs the `i`th operation alone and returns the relative errors of gate_up and of down, over all routes of some tokens.
+    /// Runs the `i`th operation alone and returns the relative errors of gate_up and of down, over all routes of some
+    /// tokens.
     fn check(&self, i: usize) -> Result<[f64; 2]> {
         let Self { stage: Stage { gpu, data, y, .. }, workload, .. } = self;
         let Shape { hidden, inter, top_k, .. } = workload.shape;

@@ -1,12 +1,13 @@
-//! Measures the workloads of `benches/workloads.json`, which other libraries are measured on too, and our own, on a GPU.
+//! Measures the workloads of `benches/workloads.json`, which other libraries are measured on too, and our own, on a
+//! GPU.
 //!
-//! A workload is checked against the reference, then timed: many operations in one CUDA graph, each with another set of adapters so
-//! that weights come from memory (`cold_us`), or each with the same (`warm_us`). The time of an operation is the median of 20 replays,
-//! divided by the operations in one. The batch is grouped by slot once per step for all layers; these times leave that out
-//! (`benches/operations/routing.rs`).
+//! A workload is checked against the reference, then timed: many operations in one CUDA graph, each with another set of
+//! adapters so that weights come from memory (`cold_us`), or each with the same (`warm_us`). The time of an operation
+//! is the median of 20 replays, divided by the operations in one. The batch is grouped by slot once per step for all
+//! layers; these times leave that out (`benches/operations/routing.rs`).
 //!
-//! Writes the results as JSON and prints tables of geometric means by class. The floor of a workload is the time of its bytes at the
-//! rate at which this device reads memory, measured in the same run, and at least that of a launch.
+//! Writes the results as JSON and prints tables of geometric means by class. The floor of a workload is the time of its
+//! bytes at the rate at which this device reads memory, measured in the same run, and at least that of a launch.
 //!
 //! | module | suites |
 //! |---|---|
@@ -61,7 +62,8 @@ struct Cli {
     /// Leave out the times with weights in the cache
     #[arg(long)]
     no_warm: bool,
-    /// Results of others on the same kind of device, for the table. May be repeated: the first file that has a figure counts
+    /// Results of others on the same kind of device, for the table. May be repeated: the first file that has a figure
+    /// counts
     #[arg(long)]
     against: Vec<PathBuf>,
     /// Print the table in Markdown

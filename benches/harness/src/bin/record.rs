@@ -31,7 +31,8 @@ enum Command {
         /// Our results
         #[arg(required = true)]
         results: Vec<PathBuf>,
-        /// Results of other libraries on the same kind of device. May be repeated: the first file that has a figure counts
+        /// Results of other libraries on the same kind of device. May be repeated: the first file that has a figure
+        /// counts
         #[arg(long)]
         against: Vec<PathBuf>,
         /// Print Markdown
@@ -53,7 +54,8 @@ enum Command {
         /// Where they are from, for the file's `about`
         #[arg(
             long,
-            default_value = "The fastest other library at each workload; of experts also the fastest that only writes deltas."
+            default_value = "The fastest other library at each workload; of experts also the fastest that only writes \
+                             deltas."
         )]
         about: String,
     },

@@ -47,8 +47,8 @@ pub struct Load {
     pub loads: usize,
     /// The median time of a load.
     pub us: f64,
-    /// The median time of a plain copy of as many bytes from page-locked memory, or of factors on the device from there, in turn with
-    /// the loads.
+    /// The median time of a plain copy of as many bytes from page-locked memory, or of factors on the device from
+    /// there, in turn with the loads.
     pub copy_us: f64,
 }
 

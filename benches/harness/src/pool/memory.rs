@@ -8,8 +8,8 @@ const ADAPTERS: usize = 100;
 const MIN_RANK: usize = 8;
 const MAX_RANK: usize = 64;
 
-/// Device memory of adapters of Qwen3-8B, whose ranks are uniform from 8 to 64, in bytes. Without descriptors, of which a slot has as
-/// many whatever its rank.
+/// Device memory of adapters of Qwen3-8B, whose ranks are uniform from 8 to 64, in bytes. Without descriptors, of which
+/// a slot has as many whatever its rank.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Memory {
     pub adapters: usize,

@@ -87,8 +87,8 @@ fn the_check_of_embeddings_too() {
     assert!(data.error(&workload, set + layout.elems, &got) > 0.5);
 }
 
-/// The layout is that of packed adapters, padding and what is shared included; and the check finds no error in the CPU's results, but
-/// notices another set, another choice, exchanged halves and NaN.
+/// The layout is that of packed adapters, padding and what is shared included; and the check finds no error in the
+/// CPU's results, but notices another set, another choice, exchanged halves and NaN.
 #[test]
 fn the_check_of_experts_too() {
     let halves = [Halves::GateUp, Halves::Interleaved];

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use aril_bench::record::repository;
 
-const DOCUMENTS: [&str; 12] = [
+const DOCUMENTS: [&str; 13] = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
@@ -14,6 +14,7 @@ const DOCUMENTS: [&str; 12] = [
     "benches/record/h100/README.md",
     "benches/record/h200/README.md",
     "crates/candle/README.md",
+    "crates/serve/README.md",
     "examples/README.md",
     "examples/qwen3/README.md",
     "tests/fixtures/README.md",
@@ -49,7 +50,7 @@ fn every_path_is_there() {
     for document in ["CONTRIBUTING.md", "README.md", "benches/README.md", "examples/qwen3/README.md"] {
         let text = fs::read_to_string(repository().join(document)).unwrap();
         for path in text.split('`').skip(1).step_by(2) {
-            let folders = ["src/", "csrc/", "tests/", "benches/", "examples/", ".ci/"];
+            let folders = ["src/", "csrc/", "tests/", "benches/", "crates/", "examples/", ".ci/"];
             if folders.iter().any(|folder| path.starts_with(folder)) && !path.contains(' ') {
                 assert!(repository().join(path).exists(), "{document} names {path}, which is not there");
                 count += 1;

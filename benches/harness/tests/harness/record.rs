@@ -191,7 +191,8 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
     assert_eq!(modes.len(), 2, "{modes:?}");
 }
 
-/// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to it.
+/// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to
+/// it.
 #[test]
 fn the_summary_has_base_gemms_with_lora() {
     for record in RECORDS {
@@ -322,7 +323,8 @@ fn the_plot_of_experts_has_the_figures_of_the_record() {
     is_drawn(&plot);
 }
 
-/// benches/README.md has chosen other kernels beside ours: means over the layers, and of deltas that are only written the time of the same.
+/// benches/README.md has chosen other kernels beside ours: means over the layers, and of deltas that are only written
+/// the time of the same.
 #[test]
 fn kernels_of_others_stand_beside_ours_of_the_same_call() {
     let kernels = raw("h200", "kernels.json");

@@ -113,7 +113,8 @@ fn layers_have_a_table_with_what_lora_adds() {
     for (us, cell) in [(24.0, "**+4.0**"), (26.0, "+6.0")] {
         let mut others = Others::default();
         let times = format!(
-            r#"[{{"id": "dec/qwen3-8b/o/r16/t8/distinct", "base_us": 20.0, "x_serial_us": 30.0, "x_overlap_us": {us}, "plan": "p"}},
+            r#"[{{"id": "dec/qwen3-8b/o/r16/t8/distinct", "base_us": 20.0, "x_serial_us": 30.0, "x_overlap_us": {us},
+                 "plan": "p"}},
                 {{"id": "dec/qwen3-8b/o/r16/t16/uniform8", "base_us": 20.0, "x_serial_us": 20.5}}]"#
         );
         others.add_overlap(&serde_json::from_str::<Vec<WithBase>>(&times).unwrap()).unwrap();

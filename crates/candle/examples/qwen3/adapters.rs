@@ -20,8 +20,8 @@ pub struct Sites {
 }
 
 impl Sites {
-    /// Adds a layer that computes the modules `slices` of `parent`, given with their numbers of outputs, in one multiplication by
-    /// `base`, whose weight is `[sum of outputs, in_features]`.
+    /// Adds a layer that computes the modules `slices` of `parent`, given with their numbers of outputs, in one
+    /// multiplication by `base`, whose weight is `[sum of outputs, in_features]`.
     pub fn linear(&mut self, parent: &str, slices: &[(&str, usize)], base: Linear) -> Result<LoraLinear> {
         let fused = Fused::new(parent, Parallel::Column, base.weight().dim(1)?);
         let fused = slices.iter().fold(fused, |fused, &(module, outputs)| fused.slice(module, outputs));
@@ -72,7 +72,8 @@ impl Named {
         Ok(Self { adapters, names: vec![None; capacity.num_slots] })
     }
 
-    /// Registers the adapter that PEFT saved in `directory`, or replaces the one of that name. On an error all is as it was.
+    /// Registers the adapter that PEFT saved in `directory`, or replaces the one of that name. On an error all is as it
+    /// was.
     pub fn register(&mut self, name: &str, directory: &Path) -> Result<()> {
         let Some(index) = self.index_of(Some(name)).or_else(|| self.index_of(None)) else {
             bail!("no room for the adapter `{name}`: there are {} already", self.names.len())

@@ -25,7 +25,8 @@ impl Sequence {
     }
 }
 
-/// Runs all tokens of every sequence that are not in its cache in one forward, and returns the next logits: `[sequences, vocab]`.
+/// Runs all tokens of every sequence that are not in its cache in one forward, and returns the next logits:
+/// `[sequences, vocab]`.
 ///
 /// A new sequence runs its whole prompt, and a decoding sequence one token, in the same step.
 pub fn step(model: &Qwen3, adapters: &mut Named, sequences: &mut [&mut Sequence]) -> Result<Tensor> {

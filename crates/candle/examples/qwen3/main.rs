@@ -1,8 +1,10 @@
 //! A dense Qwen3 on candle-nn that serves many LoRA adapters at once.
 //!
-//! Asks the base model and its adapters the same question in one batch, replaces adapters on the loaded model, and asks again.
+//! Asks the base model and its adapters the same question in one batch, replaces adapters on the loaded model, and asks
+//! again.
 //!
-//! `cargo run --release --example qwen3 -- MODEL NAME=ADAPTER.. --prompt TEXT` uses other directories than the test fixtures.
+//! `cargo run --release --example qwen3 -- MODEL NAME=ADAPTER.. --prompt TEXT` uses other directories than the test
+//! fixtures.
 
 use std::{
     env,

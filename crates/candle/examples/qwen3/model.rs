@@ -1,5 +1,5 @@
-//! A dense Qwen3. Sequences are packed: the tokens of all sequences are the rows of one matrix in every linear layer. Attention
-//! runs for each sequence over its own keys and values.
+//! A dense Qwen3. Sequences are packed: the tokens of all sequences are the rows of one matrix in every linear layer.
+//! Attention runs for each sequence over its own keys and values.
 
 use std::{fs, path::Path};
 
@@ -126,7 +126,8 @@ impl Qwen3 {
         &self.config
     }
 
-    /// One forward for all sequences of the step, in order. Returns the logits after each one's last token: `[sequences, vocab]`.
+    /// One forward for all sequences of the step, in order. Returns the logits after each one's last token:
+    /// `[sequences, vocab]`.
     pub fn forward(&self, rows: &mut [Row<'_>], step: &Step<'_>) -> Result<Tensor> {
         let tokens: Vec<u32> = rows.iter().flat_map(|row| row.tokens).copied().collect();
         let tokens = Tensor::new(tokens, self.embed.embeddings().device())?;
@@ -154,7 +155,8 @@ impl Qwen3 {
         self.head.forward_last(&self.norm.forward(&h.index_select(&lasts, 0)?)?, step)
     }
 
-    /// Attention of one sequence's new tokens, `qkv` `[tokens, q + k + v features]`, to all its tokens: `[tokens, q features]`.
+    /// Attention of one sequence's new tokens, `qkv` `[tokens, q + k + v features]`, to all its tokens: `[tokens, q
+    /// features]`.
     fn attention(&self, layer: &Layer, qkv: &Tensor, cache: &mut ConcatKvCache) -> Result<Tensor> {
         let Config { num_attention_heads: heads, num_key_value_heads: kv_heads, head_dim, .. } = self.config;
         let (num_tokens, past) = (qkv.dim(0)?, cache.current_seq_len());

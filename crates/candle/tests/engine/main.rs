@@ -1,4 +1,5 @@
-//! The crate's operation on tensors of many layouts, and the model of the example `qwen3`. With the feature `cuda`, on a GPU.
+//! The crate's operation on tensors of many layouts, and the model of the example `qwen3`. With the feature `cuda`, on
+//! a GPU.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "../../examples/qwen3/adapters.rs"]

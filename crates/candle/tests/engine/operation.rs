@@ -1,4 +1,5 @@
-//! The operation on tensors of every layout and type, and what it refuses. Numbers are small integers, so that every sum is exact.
+//! The operation on tensors of every layout and type, and what it refuses. Numbers are small integers, so that every
+//! sum is exact.
 
 use aril::{
     DType as ArilDType, Slot,

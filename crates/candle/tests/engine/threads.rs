@@ -1,4 +1,5 @@
-//! Operations of several threads on one step, beside each other and beside candle's own. What waits forever ends the test with an error.
+//! Operations of several threads on one step, beside each other and beside candle's own. What waits forever ends the
+//! test with an error.
 
 use std::{
     sync::mpsc::{RecvTimeoutError, channel},
@@ -22,8 +23,8 @@ const FEATURES: usize = 64;
 /// More than what one launch works on.
 const MANY_ROWS: usize = 600;
 
-/// A layer of two slices on [`FEATURES`] features, and an adapter in slot 0 that adds the sum of a row of x to its outputs of the first one,
-/// and twice that to those of the second.
+/// A layer of two slices on [`FEATURES`] features, and an adapter in slot 0 that adds the sum of a row of x to its
+/// outputs of the first one, and twice that to those of the second.
 fn adapters(dtype: DType) -> (Adapters, LinearId, Slot) {
     let mut spec = ModelSpec::new();
     let id =
@@ -130,7 +131,8 @@ fn operations_may_be_tasks_of_rayon() {
     }
 }
 
-/// No operation holds an output while it waits for another one: neither two of these do, nor candle's own on the same outputs.
+/// No operation holds an output while it waits for another one: neither two of these do, nor candle's own on the same
+/// outputs.
 #[test]
 fn outputs_may_be_in_any_order() {
     const COUNT: usize = 2000;

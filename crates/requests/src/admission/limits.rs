@@ -9,8 +9,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Batches of up to `max_adapters` adapters, of any size. Requests are overdue when they have waited for `max_wait`; with
-    /// [`Duration::ZERO`], adapters enter the batch strictly by the age of their requests.
+    /// Batches of up to `max_adapters` adapters, of any size. Requests are overdue when they have waited for
+    /// `max_wait`; with [`Duration::ZERO`], adapters enter the batch strictly by the age of their requests.
     ///
     /// A pool with more slots than `max_adapters` can load the adapters that are next while the batch runs.
     #[doc(alias = "max_loras")]

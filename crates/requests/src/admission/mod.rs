@@ -1,44 +1,46 @@
 //! Which waiting requests join the running batch, when a batch may only hold some adapters at a time.
 //!
-//! An [`Admission`] is told of requests as they arrive, and is asked before each step which of them to start. It is pure: it neither
-//! loads anything nor looks at a clock, and its answers depend on nothing but the calls made.
+//! An [`Admission`] is told of requests as they arrive, and is asked before each step which of them to start. It is
+//! pure: it neither loads anything nor looks at a clock, and its answers depend on nothing but the calls made.
 //!
 //! # Limits
 //!
-//! The adapters of all running requests, with those admitted in the same call, are at most [`Limits::new`]'s number and have at most
-//! [`Limits::bytes`] bytes. A request runs from its admission until it finishes or is preempted, whether or not a step computes
-//! anything of it: a chunked prefill is a running request between its chunks, is never offered again, and so is never skipped for lack
-//! of room. Requests for the base model need no room.
+//! The adapters of all running requests, with those admitted in the same call, are at most [`Limits::new`]'s number and
+//! have at most [`Limits::bytes`] bytes. A request runs from its admission until it finishes or is preempted, whether
+//! or not a step computes anything of it: a chunked prefill is a running request between its chunks, is never offered
+//! again, and so is never skipped for lack of room. Requests for the base model need no room.
 //!
 //! # Order
 //!
 //! [`Admission::admit`] offers requests in this order:
 //!
-//! 1. *Overdue* requests, which have waited for [`max_wait`](Limits::new) or longer, oldest first. One whose adapter does not fit
-//!    *blocks*: no further adapter enters the batch before it.
-//! 2. Requests for the base model and for adapters of the batch, oldest first. They cost no room and no load. While an overdue request
-//!    is blocked, the adapters that must leave for it *drain*: they accept no further request.
-//! 3. If none is blocked, the adapters that fit, by their oldest request, each with all of its requests. So that an adapter that is
-//!    large or still loading does not hold up others, up to as many adapters as a batch may hold are passed over.
+//! 1. *Overdue* requests, which have waited for [`max_wait`](Limits::new) or longer, oldest first. One whose adapter
+//!    does not fit *blocks*: no further adapter enters the batch before it.
+//! 2. Requests for the base model and for adapters of the batch, oldest first. They cost no room and no load. While an
+//!    overdue request is blocked, the adapters that must leave for it *drain*: they accept no further request.
+//! 3. If none is blocked, the adapters that fit, by their oldest request, each with all of its requests. So that an
+//!    adapter that is large or still loading does not hold up others, up to as many adapters as a batch may hold are
+//!    passed over.
 //!
 //! # No request starves
 //!
-//! Let a request have waited for `max_wait` when `k` older requests are waiting. Let every request run for at most `longest`, let
-//! `admit` be called at least every `step`, and let it take what it is offered. Then the request waits for at most
+//! Let a request have waited for `max_wait` when `k` older requests are waiting. Let every request run for at most
+//! `longest`, let `admit` be called at least every `step`, and let it take what it is offered. Then the request waits
+//! for at most
 //!
 //! ```text
 //! max_wait + (k + 1) · (longest + step)
 //! ```
 //!
-//! no matter how many younger requests arrive. For the oldest overdue request that is blocked, some adapters of the batch drain, the
-//! same ones until it is admitted. Their requests end within `longest`, no other adapter takes their room, and the next `admit` takes
-//! it; the `k` older requests are admitted one after another in the same way. Preempted requests keep their age, and count among the
-//! older ones.
+//! no matter how many younger requests arrive. For the oldest overdue request that is blocked, some adapters of the
+//! batch drain, the same ones until it is admitted. Their requests end within `longest`, no other adapter takes their
+//! room, and the next `admit` takes it; the `k` older requests are admitted one after another in the same way.
+//! Preempted requests keep their age, and count among the older ones.
 //!
 //! # Loading
 //!
-//! [`Admission::prefetch`] lists the adapters in the order in which they will enter. The engine takes a request when it has a lease on
-//! its adapter, inside the call, so that nothing can evict it between check and use:
+//! [`Admission::prefetch`] lists the adapters in the order in which they will enter. The engine takes a request when it
+//! has a lease on its adapter, inside the call, so that nothing can evict it between check and use:
 //!
 //! ```
 //! use std::time::Duration;
@@ -89,8 +91,8 @@ pub use self::{error::AdmissionError, limits::Limits};
 
 /// A request, as [`Admission::admit`] offers it.
 ///
-/// `R` identifies the request. `A` identifies the version of its adapter: an [`AdapterId`](aril::pool::AdapterId), or a key of an
-/// engine's own pool.
+/// `R` identifies the request. `A` identifies the version of its adapter: an [`AdapterId`](aril::pool::AdapterId), or a
+/// key of an engine's own pool.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Request<R, A> {
@@ -105,7 +107,8 @@ pub struct Request<R, A> {
 }
 
 impl<R, A> Request<R, A> {
-    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](aril::pool::Source::bytes). `arrival` counts from any moment, the same one for all requests.
+    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](aril::pool::Source::bytes).
+    /// `arrival` counts from any moment, the same one for all requests.
     pub const fn new(id: R, adapter: A, bytes: usize, arrival: Duration) -> Self {
         Self { id, adapter: Some(adapter), bytes, arrival }
     }
@@ -121,8 +124,8 @@ impl<R, A> Request<R, A> {
 pub enum Answer {
     /// The request starts: it counts as running from now on.
     Take,
-    /// Not now, nor the other requests of its adapter: the adapter is being loaded, for example. If the request is overdue, the room
-    /// for its adapter is kept.
+    /// Not now, nor the other requests of its adapter: the adapter is being loaded, for example. If the request is
+    /// overdue, the room for its adapter is kept.
     Skip,
     /// The request cannot run: its adapter could not be loaded, for example. It is forgotten.
     Fail,
@@ -219,11 +222,11 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         self.queue.add(request)
     }
 
-    /// Offers waiting requests that fit, in the [order](self#order) of the module, until none is left or the engine answers
-    /// [`Answer::Stop`]. `now` counts from the same moment as the arrivals.
+    /// Offers waiting requests that fit, in the [order](self#order) of the module, until none is left or the engine
+    /// answers [`Answer::Stop`]. `now` counts from the same moment as the arrivals.
     ///
-    /// The time is that of the offers, each with at most a search among the adapters of a batch. Besides those that it takes or fails,
-    /// an engine is offered at most `2 * max_adapters + 3` requests, however many are waiting.
+    /// The time is that of the offers, each with at most a search among the adapters of a batch. Besides those that it
+    /// takes or fails, an engine is offered at most `2 * max_adapters + 3` requests, however many are waiting.
     pub fn admit(&mut self, now: Duration, mut offer: impl FnMut(&Request<R, A>) -> Answer) {
         let mut call = Call { skipped: Vec::new(), kept: Vec::new(), draining: Vec::new() };
         // Stopped is one of the ways in which a call ends.
@@ -265,8 +268,8 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         }
     }
 
-    /// The adapters of waiting requests that are not in the batch, in the order in which they will enter it. Take as many as there is
-    /// room to load.
+    /// The adapters of waiting requests that are not in the batch, in the order in which they will enter it. Take as
+    /// many as there is room to load.
     pub fn prefetch(&self) -> impl Iterator<Item = A> {
         self.queue.heads().filter_map(|(_, adapter)| adapter).filter(|adapter| !self.queue.is_in_batch(adapter))
     }
@@ -315,7 +318,8 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         Ok(None)
     }
 
-    /// The adapters that leave the batch for `blocked`: those whose youngest request has run for longest, until there is room.
+    /// The adapters that leave the batch for `blocked`: those whose youngest request has run for longest, until there
+    /// is room.
     ///
     /// The next calls choose the same ones, as far as they are still needed, because only the others start requests.
     fn leaving_for(&self, blocked: &A, kept: &[A]) -> Vec<A> {

@@ -1,27 +1,29 @@
 //! The names that requests use: which version of an adapter a name stands for.
 //!
-//! A [`Registry`] has the semantics of vLLM's endpoints for adapters. It holds names and [versions](Version) alone; the weights are the
-//! pool's. It owns the versions, so that one that is replaced or unloaded leaves the pool when it is dropped.
+//! A [`Registry`] has the semantics of vLLM's endpoints for adapters. It holds names and [versions](Version) alone; the
+//! weights are the pool's. It owns the versions, so that one that is replaced or unloaded leaves the pool when it is
+//! dropped.
 //!
 //! | vLLM | here |
 //! |---|---|
 //! | `load_lora_adapter` | [`Registry::load`]; [`Registry::begin_load`] for an engine that loads in a way of its own |
-//! | `load_lora_adapter` with `load_inplace` | the same with [`OnDuplicate::Replace`], or [`OnDuplicate::ReplaceVersion`] for a known version |
+//! | its `load_inplace` | the same with [`OnDuplicate::Replace`], or [`OnDuplicate::ReplaceVersion`] for a known one |
 //! | `unload_lora_adapter` | [`Registry::unload`] |
 //! | `/v1/models` | [`Registry::base_names`] and [`Registry::list`] |
 //! | the `model` of a request | [`Registry::resolve`] |
 //!
 //! # Concurrency
 //!
-//! Every call is atomic, and calls of any threads take effect in one order (linearizable). None waits for a load: a load runs between
-//! `begin_load` and `serve`, when the registry is not locked.
+//! Every call is atomic, and calls of any threads take effect in one order (linearizable). None waits for a load: a
+//! load runs between `begin_load` and `serve`, when the registry is not locked.
 //!
 //! - A name is loaded by one caller at a time. Another one gets [`RegistryError::Loading`] at once.
-//! - A replaced name resolves to the old version until `serve`, and to the new one after it. A load that fails drops its
-//!   [`PendingLoad`], and the old version stays.
-//! - `unload` removes a name at once, also while it is being loaded: that load's `serve` fails with [`RegistryError::Unloaded`].
-//! - A request that resolved a name before it was replaced or unloaded keeps its [`AdapterId`]. The pool serves that version or rejects
-//!   it; the id never becomes another version's.
+//! - A replaced name resolves to the old version until `serve`, and to the new one after it. A load that fails drops
+//!   its [`PendingLoad`], and the old version stays.
+//! - `unload` removes a name at once, also while it is being loaded: that load's `serve` fails with
+//!   [`RegistryError::Unloaded`].
+//! - A request that resolved a name before it was replaced or unloaded keeps its [`AdapterId`]. The pool serves that
+//!   version or rejects it; the id never becomes another version's.
 //!
 //! # Names
 //!
@@ -29,12 +31,12 @@
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
 //! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
-//! - may have parts separated by `/`, none of which is `..`: `org/adapter`, or the path or the address that the adapter comes from
-//!   (`/data/saffron`, `s3://bucket/saffron`), which vLLM's resolvers and TRL use as its name.
+//! - may have parts separated by `/`, none of which is `..`: `org/adapter`, or the path or the address that the adapter
+//!   comes from (`/data/saffron`, `s3://bucket/saffron`), which vLLM's resolvers and TRL use as its name.
 //!
-//! So a name fits on one line of a log. As a path on Unix, `folder.join(name.trim_start_matches('/'))` does not leave the folder; joined as
-//! it is, a name that begins with `/` would replace it. The base model's names are the engine's own (vLLM's default is a path), and are
-//! taken but not checked.
+//! So a name fits on one line of a log. As a path on Unix, `folder.join(name.trim_start_matches('/'))` does not leave
+//! the folder; joined as it is, a name that begins with `/` would replace it. The base model's names are the engine's
+//! own (vLLM's default is a path), and are taken but not checked.
 
 mod error;
 mod name;
@@ -66,7 +68,8 @@ use self::{
 ///
 /// use aril::{cpu::AdapterPool, pool::Source};
 /// use aril_requests::registry::{OnDuplicate::Replace, Registry, RegistryError, Served};
-/// # use aril::{DType, adapter::{Adapter, Tensor}, model::{Linear, ModelSpec, Parallel, TpRank}, plan::Capacity, pool::PoolConfig};
+/// # use aril::{DType, adapter::{Adapter, Tensor}, model::{Linear, ModelSpec, Parallel, TpRank}};
+/// # use aril::{plan::Capacity, pool::PoolConfig};
 ///
 /// let registry = Registry::new(["qwen3-8b"]);
 /// assert_eq!(registry.resolve("qwen3-8b"), Ok(Served::Base));
@@ -75,7 +78,8 @@ use self::{
 /// # spec.linear(Linear::new("m", Parallel::Replicated, 1).slice("q", 1))?;
 /// # let model = spec.shard(TpRank::SINGLE)?;
 /// # let capacity = Capacity::tokens(1).slots(1).rank(8);
-/// # let mut pool = AdapterPool::new(&model, DType::F32, capacity, PoolConfig::arena_bytes(1 << 16).host_bytes(1 << 16))?;
+/// # let config = PoolConfig::arena_bytes(1 << 16).host_bytes(1 << 16);
+/// # let mut pool = AdapterPool::new(&model, DType::F32, capacity, config)?;
 /// # let source = |weight: f32| -> Result<Source, Box<dyn Error>> {
 /// #     let tensor = || Tensor::new(DType::F32, [1, 1], bytemuck::cast_slice(&[weight]).to_vec());
 /// #     let factors = [("m.q.lora_A.weight".to_owned(), tensor()?), ("m.q.lora_B.weight".to_owned(), tensor()?)];
@@ -106,7 +110,8 @@ pub struct Registry<V> {
     names: Arc<RwLock<Names<V>>>,
 }
 
-/// What a registry holds of a version that is served: an owner whose drop unregisters it, or its id, which the engine unregisters.
+/// What a registry holds of a version that is served: an owner whose drop unregisters it, or its id, which the engine
+/// unregisters.
 pub trait Version {
     /// The version's id.
     fn id(&self) -> AdapterId;
@@ -165,8 +170,8 @@ pub enum OnDuplicate {
     Refuse,
     /// Replace what it stands for. A name that is not in use is added.
     Replace,
-    /// Replace it if it stands for this version, and refuse it otherwise, also if it is not in use: of several callers who have seen the same
-    /// version, one replaces it (compare and swap).
+    /// Replace it if it stands for this version, and refuse it otherwise, also if it is not in use: of several callers
+    /// who have seen the same version, one replaces it (compare and swap).
     ReplaceVersion(AdapterId),
 }
 
@@ -203,15 +208,16 @@ pub struct Replaced<V> {
 }
 
 impl Registry<pool::Version> {
-    /// Loads an adapter, which the name stands for once it is in host memory: a call of the pool takes note of that, drops the version that
-    /// had the name, and says so in the [`Load`] that is returned. Requests that lease the dropped version finish on it.
+    /// Loads an adapter, which the name stands for once it is in host memory: a call of the pool takes note of that,
+    /// drops the version that had the name, and says so in the [`Load`] that is returned. Requests that lease the
+    /// dropped version finish on it.
     ///
-    /// Whatever fails, the name stands for the old version as before, can be loaded again, and nothing of the new version is in the pool.
-    /// If the name is [unloaded](Self::unload) meanwhile, the new version leaves the pool, too.
+    /// Whatever fails, the name stands for the old version as before, can be loaded again, and nothing of the new
+    /// version is in the pool. If the name is [unloaded](Self::unload) meanwhile, the new version leaves the pool, too.
     ///
     /// # Errors
-    /// Those of [`begin_load`](Self::begin_load) and of [`AdapterPool::load`]; nothing is loaded. How the load ends is said by
-    /// [`Load::has_ended`].
+    /// Those of [`begin_load`](Self::begin_load) and of [`AdapterPool::load`]; nothing is loaded. How the load ends is
+    /// said by [`Load::has_ended`].
     #[doc(alias = "load_lora_adapter")]
     pub fn load<B: Backend>(
         &self,
@@ -232,14 +238,15 @@ impl Registry<pool::Version> {
 }
 
 impl<V: Version> Registry<V> {
-    /// A registry without adapters. Adapters cannot take the names of the base model, which resolve to [`Served::Base`].
+    /// A registry without adapters. Adapters cannot take the names of the base model, which resolve to
+    /// [`Served::Base`].
     pub fn new<S: Into<String>>(base_names: impl IntoIterator<Item = S>) -> Self {
         let base_names = base_names.into_iter().map(|name| Arc::from(name.into())).collect();
         Self { names: Arc::new(RwLock::new(Names::new(base_names))) }
     }
 
-    /// Begins the load of an adapter that a name is to stand for. Until the adapter is [served](PendingLoad::serve), the name resolves as
-    /// before.
+    /// Begins the load of an adapter that a name is to stand for. Until the adapter is [served](PendingLoad::serve),
+    /// the name resolves as before.
     ///
     /// # Errors
     /// - [`RegistryError::Name`] if the name breaks a [rule](self#names).
@@ -266,11 +273,12 @@ impl<V: Version> Registry<V> {
     /// Lets requests for `alias` run on the adapter named `target`: on each of its versions, until it is unloaded.
     ///
     /// # Errors
-    /// - [`RegistryError::Name`], [`RegistryError::Base`], [`RegistryError::Loaded`] or [`RegistryError::Loading`] if `alias` breaks a
-    ///   [rule](self#names) or is a name of something else.
+    /// - [`RegistryError::Name`], [`RegistryError::Base`], [`RegistryError::Loaded`] or [`RegistryError::Loading`] if
+    ///   `alias` breaks a [rule](self#names) or is a name of something else.
     /// - [`RegistryError::Alias`] if `alias` is an alias, with [`OnDuplicate::Refuse`], or if `target` is one.
     /// - [`RegistryError::OtherVersion`] if `alias` does not stand for the version of [`OnDuplicate::ReplaceVersion`].
-    /// - [`RegistryError::Unknown`], [`RegistryError::Base`] or [`RegistryError::Loading`] if no adapter is served as `target`.
+    /// - [`RegistryError::Unknown`], [`RegistryError::Base`] or [`RegistryError::Loading`] if no adapter is served as
+    ///   `target`.
     pub fn alias(&self, alias: &str, target: &str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
         check(alias)?;
         self.write().alias(alias, target, on_duplicate)
@@ -279,7 +287,8 @@ impl<V: Version> Registry<V> {
     /// Removes an alias. Its adapter stays.
     ///
     /// # Errors
-    /// [`RegistryError::Unknown`], [`RegistryError::Base`], or [`RegistryError::NotAlias`] if it is an adapter's own name.
+    /// [`RegistryError::Unknown`], [`RegistryError::Base`], or [`RegistryError::NotAlias`] if it is an adapter's own
+    /// name.
     pub fn remove_alias(&self, alias: &str) -> Result<(), RegistryError> {
         self.write().remove_alias(alias)
     }
@@ -308,7 +317,8 @@ impl<V: Version> Registry<V> {
         self.read().name_of(id)
     }
 
-    /// Locks the names. A panic of another thread cannot leave them inconsistent, because no call panics between its changes.
+    /// Locks the names. A panic of another thread cannot leave them inconsistent, because no call panics between its
+    /// changes.
     fn read(&self) -> RwLockReadGuard<'_, Names<V>> {
         self.names.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -336,8 +346,8 @@ impl<V: Version> PendingLoad<V> {
     /// Lets the name stand for `version` from now on, and returns the one that it replaced.
     ///
     /// # Errors
-    /// No name has changed, and `version` is dropped, if the name was unloaded meanwhile ([`RegistryError::Unloaded`]) or the version is
-    /// served under a name already ([`RegistryError::Id`]).
+    /// No name has changed, and `version` is dropped, if the name was unloaded meanwhile ([`RegistryError::Unloaded`])
+    /// or the version is served under a name already ([`RegistryError::Id`]).
     pub fn serve(self, version: V) -> Result<Replaced<V>, RegistryError> {
         // Unlocked before a version is dropped, whose end may take a while.
         let mut names = self.registry.write();

@@ -239,7 +239,8 @@ fn event() -> impl Strategy<Value = Event> {
     let answer =
         prop_oneof![6 => Just(Answer::Take), 2 => Just(Answer::Skip), 1 => Just(Answer::Fail), 1 => Just(Answer::Stop)];
     prop_oneof![
-        6 => (prop::option::weighted(0.9, 0..12_u32), 0..30_u64).prop_map(|(adapter, age)| Event::Arrive { adapter, age }),
+        6 => (prop::option::weighted(0.9, 0..12_u32), 0..30_u64)
+            .prop_map(|(adapter, age)| Event::Arrive { adapter, age }),
         3 => vec(answer, 1..20).prop_map(|answers| Event::Admit { answers }),
         3 => any::<prop::sample::Index>().prop_map(Event::Finish),
         1 => any::<prop::sample::Index>().prop_map(Event::Preempt),
@@ -327,13 +328,15 @@ proptest! {
                     }
                 },
             }
-            prop_assert_eq!((admission.num_running(), admission.num_waiting()), (known.running.len(), known.waiting.len()));
+            prop_assert_eq!(admission.num_running(), known.running.len());
+            prop_assert_eq!(admission.num_waiting(), known.waiting.len());
             let batch = known.batch();
             prop_assert_eq!(admission.batch().iter().copied().collect::<BTreeSet<_>>(), batch.clone());
             prop_assert_eq!(admission.batch().len(), batch.len());
             prop_assert_eq!(admission.batch_bytes(), batch.iter().map(|adapter| bytes(*adapter)).sum::<usize>());
             let next: Vec<_> = admission.prefetch().collect();
-            let wanted: BTreeSet<_> = known.waiting.values().copied().flatten().filter(|adapter| !batch.contains(adapter)).collect();
+            let wanted = known.waiting.values().copied().flatten().filter(|adapter| !batch.contains(adapter));
+            let wanted: BTreeSet<_> = wanted.collect();
             prop_assert_eq!(next.len(), wanted.len());
             prop_assert_eq!(next.into_iter().collect::<BTreeSet<_>>(), wanted);
         }
@@ -366,7 +369,8 @@ proptest! {
                     last_entered = Some(id);
                 }
             }
-            let Some(id) = (0..).zip(&adapters).map(|(id, _)| id).find(|id| admission.clone().finish(id).is_ok()) else { break };
+            let mut ids = (0..).zip(&adapters).map(|(id, _)| id);
+            let Some(id) = ids.find(|id| admission.clone().finish(id).is_ok()) else { break };
             admission.finish(&id).unwrap();
         }
         prop_assert_eq!(admission.num_waiting(), 0);
@@ -385,7 +389,8 @@ proptest! {
         for (time, adapter, length) in arrivals {
             by_time.entry(time).or_default().push((adapter, length % longest + 1));
         }
-        // Of each request: its arrival and its length; of those that run, their end; of overdue ones, the latest admission.
+        // Of each request: its arrival and its length; of those that run, their end; of overdue ones, the latest
+        // admission.
         let (mut arrived, mut ends, mut latest) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         for now in 0..600_u64 {
             let finished: Vec<u32> = ends.iter().filter(|(_, end)| **end <= now).map(|(id, _)| *id).collect();

@@ -1,5 +1,5 @@
-//! A registry, an admission and a pool together: every request runs on the version that its name stood for when it arrived, or is
-//! refused.
+//! A registry, an admission and a pool together: every request runs on the version that its name stood for when it
+//! arrived, or is refused.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -268,7 +268,8 @@ fn every_request_runs_on_its_own_version_or_is_refused() {
     assert_eq!(engine.pool.snapshot().adapters, engine.registry.list().len());
 }
 
-/// Whatever ends the load of another version, its name stands for the one that it stood for, and nothing else is in the pool.
+/// Whatever ends the load of another version, its name stands for the one that it stood for, and nothing else is in the
+/// pool.
 #[test]
 fn a_version_that_is_not_served_leaves_the_pool() {
     let Engine { registry, mut pool, model, .. } = Engine::new();

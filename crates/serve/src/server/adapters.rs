@@ -125,7 +125,8 @@ impl Server {
         let adapters = server.registry.list().into_iter().map(|adapter| {
             let root = paths.get(&adapter.id).map_or(Path::new(""), |path| path);
             let mut model = model(&adapter.name, root, server.names.first().map(String::as_str));
-            // Not in OpenAI's API: the fastest memory that the adapter is in, which is the host's if it was loaded since the report.
+            // Not in OpenAI's API: the fastest memory that the adapter is in, which is the host's if it was loaded
+            // since the report.
             model["tier"] = match report.tiers.get(&adapter.id) {
                 Some(Tier::Device) => "device".into(),
                 Some(Tier::Source) => "source".into(),
@@ -136,7 +137,8 @@ impl Server {
         Ok(base.chain(adapters).collect())
     }
 
-    /// Loads an adapter and serves it under a name, or in place of the version that has it. Returns what in its folder has no effect.
+    /// Loads an adapter and serves it under a name, or in place of the version that has it. Returns what in its folder
+    /// has no effect.
     pub(crate) async fn load(
         self: &Arc<Self>,
         name: &str,
@@ -204,8 +206,9 @@ impl Server {
         places.into_iter().flatten().fold(text, |text, place| text.replace(&format!("{}/", place.display()), ""))
     }
 
-    /// The one name that says what answers a request: that in `model`, which is the base model's where the request does not say. With
-    /// `--enable-lora-path`, `lora_path` beside the base model's name and `base:adapter` name an adapter, too, as in SGLang.
+    /// The one name that says what answers a request: that in `model`, which is the base model's where the request does
+    /// not say. With `--enable-lora-path`, `lora_path` beside the base model's name and `base:adapter` name an adapter,
+    /// too, as in SGLang.
     pub(super) fn name_of(&self, model: Option<String>, lora_path: Option<String>) -> ApiResult<String> {
         let given = |name: Option<String>| name.filter(|name| !name.is_empty());
         let base = || self.names.first().cloned().unwrap_or_default();
@@ -254,7 +257,8 @@ impl Server {
         self.registry.resolve(name).map_err(|error| match error {
             RegistryError::Loading { .. } => ApiError::unavailable(format!("The model `{name}` is being loaded.")),
             _ if !self.takes_lora_path && self.beside_base(name).is_some() => ApiError::not_found(format!(
-                "The model `{name}` does not exist: `base:adapter` names an adapter if the server has --enable-lora-path."
+                "The model `{name}` does not exist: `base:adapter` names an adapter if the server has \
+                 --enable-lora-path."
             ))
             .of("model"),
             _ => ApiError::no_model(name),
@@ -274,7 +278,8 @@ impl Server {
         Ok(())
     }
 
-    /// Reads an adapter's configuration and the headers of its weights, and compares copies of base weights with the model's.
+    /// Reads an adapter's configuration and the headers of its weights, and compares copies of base weights with the
+    /// model's.
     fn source(&self, dir: &Path, opener: Opener) -> ApiResult<Source> {
         let (model, dtype) = (&self.described.model, self.dtype);
         match Source::directory_with(dir, opener.clone(), model, dtype) {

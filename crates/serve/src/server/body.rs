@@ -29,7 +29,8 @@ use super::{
 /// Bytes of a body that are read, and whose texts are tokenized, in no more than a few milliseconds.
 const LONG: usize = 16 << 10;
 
-/// Bytes of a body that is too long which are read beside those of the limit, so that its client gets to read the answer.
+/// Bytes of a body that is too long which are read beside those of the limit, so that its client gets to read the
+/// answer.
 const DISCARDED: usize = 16 << 20;
 
 /// A body.
@@ -45,7 +46,8 @@ pub(crate) struct Received {
 enum Kind {
     /// Browsers ask the server before they send one from a page of another origin, and are refused.
     Json,
-    /// Of no type, or of the one that curl and Python's urllib send unless told another, and from no page: pages name their origin.
+    /// Of no type, or of the one that curl and Python's urllib send unless told another, and from no page: pages name
+    /// their origin.
     Untold,
     Other,
 }

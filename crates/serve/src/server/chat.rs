@@ -29,8 +29,8 @@ pub(crate) struct Template {
     environment: Environment<'static>,
     source: Option<String>,
     special: Special,
-    /// By role, as far as the template shows a message of the role. It is rendered for the first chat, so that it can keep nothing else from
-    /// being served.
+    /// By role, as far as the template shows a message of the role. It is rendered for the first chat, so that it can
+    /// keep nothing else from being served.
     forms: OnceLock<HashMap<&'static str, Form>>,
 }
 
@@ -116,7 +116,8 @@ impl Template {
         self.environment.get_template(NAME).is_ok_and(|template| template.undeclared_variables(false).contains(name))
     }
 
-    /// The form in which the template shows the content of a role; `None` if it shows none. An error if it takes too much.
+    /// The form in which the template shows the content of a role; `None` if it shows none. An error if it takes too
+    /// much.
     fn form(&self, role: &'static str) -> std::result::Result<Option<Form>, minijinja::Error> {
         const SHOWN: &str = "(shown)";
         let shown = |form| {
@@ -245,7 +246,8 @@ mod tests {
 
     #[test]
     fn variables_are_those_of_transformers() {
-        let source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ tools is none }}|{{ documents is none }}|\
+        let source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ tools is none }}|\
+                      {{ documents is none }}|\
                       {% if add_generation_prompt %}G{% endif %}|{{ custom }}|{{ messages | length }}";
         let config = json!({ "bos_token": "<s>", "eos_token": { "content": "</s>", "special": true } });
         let template = template(source, &config);

@@ -1,7 +1,8 @@
 //! HTTP/1.1 connections, none of which waits for its client without an end.
 //!
-//! A head arrives within [`HEAD`], which is how long an idle connection stays open, too. From then on a request has `--request-seconds`: its
-//! deadline ends the wait for its body, for its tokens, and for a client that does not read its answer.
+//! A head arrives within [`HEAD`], which is how long an idle connection stays open, too. From then on a request has
+//! `--request-seconds`: its deadline ends the wait for its body, for its tokens, and for a client that does not read
+//! its answer.
 
 use std::{
     convert::Infallible,
@@ -32,12 +33,14 @@ use super::access::Arrival;
 
 /// The longest wait for the head of a request.
 const HEAD: Duration = Duration::from_secs(30);
-/// How long the end of the server waits for a connection that has had no request, or for the body of one, because it may be on its way.
+/// How long the end of the server waits for a connection that has had no request, or for the body of one, because it
+/// may be on its way.
 pub(super) const IDLE: Duration = Duration::from_secs(1);
 /// How long nothing is accepted after a failure, such as for want of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves until `stopped`, and then until the last request has been answered. Each request has an [`Arrival`] as an extension.
+/// Serves until `stopped`, and then until the last request has been answered. Each request has an [`Arrival`] as an
+/// extension.
 pub(super) async fn serve(listener: TcpListener, app: Router, time: Duration, mut stopped: watch::Receiver<bool>) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(HEAD.min(time));

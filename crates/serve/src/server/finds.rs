@@ -1,7 +1,7 @@
 //! Adapters that are loaded for the first request which names them, from the folder of that name below `--lora-root`.
 //!
-//! To look for a folder takes a few calls of the system. Few adapters are read at the same time, and one that could not be served is not
-//! read again for a while, however often it is asked for.
+//! To look for a folder takes a few calls of the system. Few adapters are read at the same time, and one that could not
+//! be served is not read again for a while, however often it is asked for.
 
 use std::{
     collections::HashMap,

@@ -112,7 +112,8 @@ struct Piece {
     finish: Option<&'static str>,
     /// The stop string or the token that ended the text.
     matched: Value,
-    /// With the first token: the log-probabilities of the prompt's tokens but the first, and how many tokens are at least as probable.
+    /// With the first token: the log-probabilities of the prompt's tokens but the first, and how many tokens are at
+    /// least as probable.
     prompt: Vec<(Logprobs, usize)>,
     /// Tokens of the prompt whose keys and values the cache had.
     cached: usize,
@@ -162,8 +163,8 @@ impl Choice {
 }
 
 impl Server {
-    /// Reads, renders and tokenizes a request, which may take long, on a thread that serves nobody else meanwhile. Few long ones are read
-    /// at the same time.
+    /// Reads, renders and tokenizes a request, which may take long, on a thread that serves nobody else meanwhile. Few
+    /// long ones are read at the same time.
     pub(super) async fn prepare<V: Send + 'static>(
         self: &Arc<Self>,
         received: body::Received,
@@ -261,7 +262,8 @@ impl Server {
         };
         if tokens.saturating_add(wanted) > max {
             return Err(ApiError::bad_request(format!(
-                "This model's maximum context length is {max} tokens. However, you requested {} tokens ({tokens} in the \
+                "This model's maximum context length is {max} tokens. However, you requested {} tokens ({tokens} in \
+                 the \
                  prompt, {wanted} in the completion). Please reduce the length of the prompt or completion.",
                 tokens.saturating_add(wanted),
             )));
@@ -590,12 +592,18 @@ impl Answer {
         let logprobs = self.logprobs(index).filter(|_| !has_role).map(|_| logprobs.json(self.job.format));
         let choice = match self.job.format {
             Format::Completion => {
-                json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop_reason })
+                json!({
+                    "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish,
+                    "stop_reason": stop_reason,
+                })
             }
             Format::Chat => {
                 let delta =
                     if has_role { json!({ "role": "assistant", "content": text }) } else { json!({ "content": text }) };
-                json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop_reason })
+                json!({
+                    "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish,
+                    "stop_reason": stop_reason,
+                })
             }
         };
         let mut chunk = self.envelope(self.chunk_object(), vec![choice]);
@@ -630,7 +638,8 @@ impl Answer {
         let _ = chunks.send(Ok(sse::Event::default().data("[DONE]"))).await;
     }
 
-    /// What has ended a text, as vLLM has it: a stop string or a token of `stop_token_ids`, and null for the model's own.
+    /// What has ended a text, as vLLM has it: a stop string or a token of `stop_token_ids`, and null for the model's
+    /// own.
     fn stop_reason<'a>(&self, added: &'a Addition) -> &'a Value {
         let is_of_model = |token: u64| self.server.eos.iter().any(|eos| u64::from(*eos) == token);
         if added.matched.as_u64().is_some_and(is_of_model) { &Value::Null } else { &added.matched }
@@ -714,7 +723,8 @@ impl TokenLogprobs {
                 "token_logprobs": tokens.iter().map(|token| token.logprob).collect::<Vec<_>>(),
                 "text_offset": places,
                 "top_logprobs": tokens.iter().zip(top).map(|(token, top)| {
-                    // The token itself is among them. Of those that have the same text, it is the one that counts, or the most probable.
+                    // The token itself is among them. Of those that have the same text, it is the one that counts, or
+                    // the most probable.
                     let mut all = Map::new();
                     for Named { text, logprob, .. } in std::iter::once(token).chain(top.iter().flatten()) {
                         all.entry(text).or_insert_with(|| json!(logprob));

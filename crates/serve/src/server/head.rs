@@ -14,8 +14,8 @@ use super::error::{ApiError, ApiResult};
 #[derive(Debug)]
 pub(super) enum Hosts {
     Any,
-    /// Addresses, `localhost`, and this name. The name of a site is none of them, though it may be made to lead to this machine, so that
-    /// the site's page would ask as one of the server's own.
+    /// Addresses, `localhost`, and this name. The name of a site is none of them, though it may be made to lead to this
+    /// machine, so that the site's page would ask as one of the server's own.
     Local(String),
 }
 
@@ -31,8 +31,9 @@ impl Hosts {
 /// Refuses a request whose head says nothing certain.
 ///
 /// # Errors
-/// 400 for the `Host` fields that RFC 9112, 3.2 refuses, 403 for another site's, 501 for a coding of the body that is not known, and 413
-/// before a client that waits for it is told to send a body that is too long. Another one reads no answer before it has sent all.
+/// 400 for the `Host` fields that RFC 9112, 3.2 refuses, 403 for another site's, 501 for a coding of the body that is
+/// not known, and 413 before a client that waits for it is told to send a body that is too long. Another one reads no
+/// answer before it has sent all.
 pub(super) fn check(hosts: &Hosts, limit: usize, request: &Request) -> ApiResult<()> {
     let headers = request.headers();
     let codings = codings(headers, header::TRANSFER_ENCODING);

@@ -1,7 +1,8 @@
 //! Jinja as transformers sets it up for chat templates.
 //!
-//! The syntax, the functions and the filters are those of `render_jinja_template` in transformers' `utils/chat_template_utils.py`, and values
-//! are written as Python writes them. `tests/templates.py` has transformers render the templates that the tests here compare with.
+//! The syntax, the functions and the filters are those of `render_jinja_template` in transformers'
+//! `utils/chat_template_utils.py`, and values are written as Python writes them. `tests/templates.py` has transformers
+//! render the templates that the tests here compare with.
 
 use std::{
     borrow::Cow,
@@ -16,7 +17,8 @@ use minijinja::{
     value::{Kwargs, Rest, Value, ValueKind, from_args},
 };
 
-/// What a render may cost: an instruction or 64 bytes are one. A conversation of 16,000 messages costs less than half of it.
+/// What a render may cost: an instruction or 64 bytes are one. A conversation of 16,000 messages costs less than half
+/// of it.
 const FUEL: u64 = 1 << 22;
 /// The bytes that cost as much as an instruction.
 const BYTES: usize = 64;
@@ -587,13 +589,15 @@ mod tests {
         };
         let nested = |times, then: &str| {
             format!(
-                "{{% set ns = namespace(x=[]) %}}{{% for a in range({times}) %}}{{% for b in range(30) %}}{{% set ns.x = [ns.x] %}}\
+                "{{% set ns = namespace(x=[]) %}}{{% for a in range({times}) %}}{{% for b in range(30) %}}{{% set ns.x \
+                 = [ns.x] %}}\
                  {{% endfor %}}{{% endfor %}}{then}"
             )
         };
         let doubled = |then: &str| {
             format!(
-                "{{% set ns = namespace(x=['x']) %}}{{% for a in range(40) %}}{{% set ns.x = [ns.x, ns.x] %}}{{% endfor %}}{then}"
+                "{{% set ns = namespace(x=['x']) %}}{{% for a in range(40) %}}{{% set ns.x = [ns.x, ns.x] %}}{{% \
+                 endfor %}}{then}"
             )
         };
         let long = "{% set x = 'x' * 1000000 %}";
@@ -632,7 +636,8 @@ mod tests {
         assert!(rendered(&nested(600, ""), json!({}), FUEL).is_ok_and(|text| text.is_empty()));
 
         let messages: Vec<Value> = (0..1600)
-            .map(|index| json!({ "role": if index % 2 == 0 { "user" } else { "assistant" }, "content": "<think>a</think> b" }))
+            .map(|index| if index % 2 == 0 { "user" } else { "assistant" })
+            .map(|role| json!({ "role": role, "content": "<think>a</think> b" }))
             .collect();
         for (name, source) in &table().templates {
             let context =

@@ -142,8 +142,8 @@ fn text_of(part: &Value, at: &str) -> ApiResult<String> {
     text.ok_or_else(|| refused(format!("`{at}.{field}` must be a text.")))
 }
 
-/// Checks the tool calls of a message, and gives templates their arguments as objects, as transformers' documentation asks for. Returns
-/// whether there are any.
+/// Checks the tool calls of a message, and gives templates their arguments as objects, as transformers' documentation
+/// asks for. Returns whether there are any.
 fn read_calls(at: &str, role: &str, fields: &mut Map<String, Value>) -> ApiResult<bool> {
     let calls = match fields.get_mut("tool_calls") {
         None => return Ok(false),

@@ -100,7 +100,8 @@ const METRICS: [(&str, Kind, &str); 44] = [
     ("aril_pool_leases", Gauge, "Leases of adapters that requests hold."),
 ];
 
-/// Values that the histograms are told between two times that they are sorted into buckets. Until then each takes memory.
+/// Values that the histograms are told between two times that they are sorted into buckets. Until then each takes
+/// memory.
 const UNSORTED: usize = 4096;
 
 /// The most adapters that have counters of their own. The others have those without a name.

@@ -153,7 +153,8 @@ impl Server {
     }
 }
 
-/// A running server. Dropping it ends all requests and waits for the engine's thread, so that a process never ends beside its work.
+/// A running server. Dropping it ends all requests and waits for the engine's thread, so that a process never ends
+/// beside its work.
 #[derive(Debug)]
 pub struct Running {
     address: SocketAddr,
@@ -170,7 +171,8 @@ impl Running {
         self.address
     }
 
-    /// Accepts no further connection, waits for the requests that run, at most for the time of `--drain-seconds`, and ends.
+    /// Accepts no further connection, waits for the requests that run, at most for the time of `--drain-seconds`, and
+    /// ends.
     ///
     /// # Errors
     /// A sentence, if the server had failed.
@@ -279,7 +281,8 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
     let encoded = |adds_special| tokenizer.encode(".", adds_special, usize::MAX);
     if template.asks_for_bos() && encoded(true)? == encoded(false)? {
         tracing::warn!(
-            "`add_bos_token` of tokenizer_config.json has no effect: texts have the special tokens that tokenizer.json adds"
+            "`add_bos_token` of tokenizer_config.json has no effect: texts have the special tokens that tokenizer.json \
+             adds"
         );
     }
     let defaults = Defaults::read(&model, &options.generation_config).context("--generation-config")?;
@@ -468,7 +471,8 @@ fn router(server: Arc<Server>) -> Router {
 
 /// The page: a chat with several models side by side. It loads nothing else, and asks this server alone.
 async fn page() -> impl IntoResponse {
-    const POLICY: &str = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+    const POLICY: &str = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; \
+                          style-src 'unsafe-inline'; \
                           form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
     let headers = [(header::CONTENT_TYPE, "text/html; charset=utf-8"), (header::CONTENT_SECURITY_POLICY, POLICY)];
     (headers, include_str!("page.html"))

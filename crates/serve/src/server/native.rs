@@ -13,8 +13,8 @@ use super::{
     request::{Job, OneOrEach, Prompt, Prompts, check_choices},
 };
 
-/// The fields of `sampling_params`: SGLang's name, that of a completion, and the value of a request that does not say, in JSON. As in
-/// SGLang, generation_config.json does not change these values.
+/// The fields of `sampling_params`: SGLang's name, that of a completion, and the value of a request that does not say,
+/// in JSON. As in SGLang, generation_config.json does not change these values.
 const SAMPLING: &[(&str, &str, &str)] = &[
     ("max_new_tokens", "max_tokens", "null"),
     ("min_new_tokens", "min_tokens", "0"),

@@ -236,7 +236,8 @@ impl Server {
         Ok(Job { prompts, echo, ..job })
     }
 
-    /// A prompt as it was sent, or as its tokens read. Unless it is the whole answer, a character that it begins belongs to what follows.
+    /// A prompt as it was sent, or as its tokens read. Unless it is the whole answer, a character that it begins
+    /// belongs to what follows.
     fn echo(&self, tokens: &[u32], sent: Option<String>, is_whole: bool) -> ApiResult<Echo> {
         let read = |shows_special| -> ApiResult<Echo> {
             let mut decoder = Decoder::new(shows_special);

@@ -204,7 +204,8 @@ fn the_cache_is_what_fits() {
     assert!(sizes(&["--block-size", "100000"]).is_err());
 }
 
-/// A text that has as few tokens as there are positions is never refused before it is tokenized, whatever the tokenizer does to it.
+/// A text that has as few tokens as there are positions is never refused before it is tokenized, whatever the tokenizer
+/// does to it.
 #[test]
 fn what_fits_is_tokenized() {
     let good = std::fs::read(fixture("qwen3").join("tokenizer.json")).expect("the fixture is whole");
@@ -251,7 +252,10 @@ fn what_fits_is_tokenized() {
         (
             vec![(
                 "/model",
-                json!({ "type": "WordPiece", "vocab": { "!": 0 }, "unk_token": "!", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100 }),
+                json!({
+                    "type": "WordPiece", "vocab": { "!": 0 }, "unk_token": "!", "continuing_subword_prefix": "##",
+                    "max_input_chars_per_word": 100,
+                }),
             )],
             unbound,
         ),

@@ -34,7 +34,8 @@ impl Decoder {
         Self { shows_special, ..Self::default() }
     }
 
-    /// Behind these tokens, of whose text `len` characters count. A character that they begin is part of the text behind them.
+    /// Behind these tokens, of whose text `len` characters count. A character that they begin is part of the text
+    /// behind them.
     fn behind(tokens: &[u32], len: usize, shows_special: bool, tokenizer: &Tokenizer) -> Result<Self> {
         let is_shown = |index: &usize| tokenizer.is_shown(tokens[*index], shows_special);
         let first = (0..tokens.len()).rev().filter(is_shown).take(MAX_BYTES).last().unwrap_or(tokens.len());
@@ -92,7 +93,8 @@ impl Decoder {
 
 /// The text of an answer.
 ///
-/// Text that may be the beginning of a stop string is held back until it is known. So is a character whose bytes are not complete.
+/// Text that may be the beginning of a stop string is held back until it is known. So is a character whose bytes are
+/// not complete.
 #[derive(Debug)]
 pub(crate) struct Text {
     end: End,
@@ -141,7 +143,8 @@ impl Text {
         self.stopped_by.as_deref()
     }
 
-    /// Adds the token that ends the text, which is shown only beside stop strings. A step that is no text's end has [`push`](Self::push).
+    /// Adds the token that ends the text, which is shown only beside stop strings. A step that is no text's end has
+    /// [`push`](Self::push).
     pub(crate) fn push_last(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<Added> {
         let hidden = Added { place: self.decoder.place(), ..Added::default() };
         if self.end.includes_stop { self.push(tokenizer, token) } else { Ok(hidden) }
@@ -275,8 +278,8 @@ mod tests {
         Tokenizer::read(dir.path()).expect("it is whole").expect("it is there")
     }
 
-    /// Random tokens, for each number of first ones the number of those whose characters are whole, and for each whether it goes on with a
-    /// character.
+    /// Random tokens, for each number of first ones the number of those whose characters are whole, and for each
+    /// whether it goes on with a character.
     struct Tokens {
         ids: Vec<u32>,
         whole: Vec<usize>,

@@ -1,8 +1,8 @@
 //! Whose long body is read next.
 //!
-//! Few are read at the same time, and no client has all turns. Each client is charged for the bytes of its bodies: the next turn is that of
-//! the body which its client would begin first if all clients' bodies were read at the same speed, beside each other (start-time fair
-//! queueing).
+//! Few are read at the same time, and no client has all turns. Each client is charged for the bytes of its bodies: the
+//! next turn is that of the body which its client would begin first if all clients' bodies were read at the same speed,
+//! beside each other (start-time fair queueing).
 
 use std::{
     collections::{BTreeMap, HashMap},

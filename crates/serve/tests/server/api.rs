@@ -10,7 +10,8 @@ use crate::client::{QUESTION, Server, chunks, error, text};
 async fn chat_renders_the_template() {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
     let template = dir.path().join("template.jinja");
-    let source = "{%- for message in messages %}\n  {%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif \
+    let source = "{%- for message in messages %}\n  {%- if message.role == 'tool' %}\
+                  {{ raise_exception('no tools') }}{% endif \
                   %}\n  {{- message.content.strip() }}\n{%- endfor %}";
     fs::write(&template, source).expect("the template can be written");
     let server = Server::start(&["--chat-template", &template.display().to_string()]).await;

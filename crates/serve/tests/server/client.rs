@@ -1,5 +1,5 @@
-//! A server on the fixtures, and an HTTP client of it. `ARIL_FIXTURES` names a copy of the fixtures, and `ARIL_SERVE_DEVICE` the
-//! server's device.
+//! A server on the fixtures, and an HTTP client of it. `ARIL_FIXTURES` names a copy of the fixtures, and
+//! `ARIL_SERVE_DEVICE` the server's device.
 
 use std::{
     env, fs,

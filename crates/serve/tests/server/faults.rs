@@ -165,8 +165,8 @@ fn status(answer: &str) -> u16 {
     answer.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("an answer has a status")
 }
 
-/// A page of a site whose name has been made to lead to this machine is of the server's origin to its browser, which sends the name as
-/// Host.
+/// A page of a site whose name has been made to lead to this machine is of the server's origin to its browser, which
+/// sends the name as Host.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_without_a_key_answers_to_its_own_names() {
     let root = fixture("adapters").display().to_string();
@@ -241,7 +241,8 @@ async fn bodies_are_plain_and_short() {
     assert_eq!(ask("transfer-encoding: chunked\r\n", &long).await.0, 413);
 }
 
-/// What a client needs to know beside an error is in the head of the answer; what is wrong with JSON, and where, is said.
+/// What a client needs to know beside an error is in the head of the answer; what is wrong with JSON, and where, is
+/// said.
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_say_what_helps() {
     let root = fixture("adapters").display().to_string();
@@ -279,7 +280,8 @@ async fn errors_say_what_helps() {
     assert!(refused.contains("--arena-mib") && !refused.contains("pinned"), "{refused}");
 }
 
-/// A step that takes long holds up neither probes nor those who watch. One that takes too long is a hung engine, to probes.
+/// A step that takes long holds up neither probes nor those who watch. One that takes too long is a hung engine, to
+/// probes.
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_waits_for_a_long_step() {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
@@ -373,7 +375,8 @@ async fn clients_that_stand_still_are_left() {
     let server = Server::start(&["--request-seconds", "2", "--drain-seconds", "60", "--max-model-len", "512"]).await;
     // Each token is 16 KB of log-probabilities, so that the answer fills what the sockets take.
     let body = json!({
-        "model": "base", "prompt": [vec![1; 16], vec![2; 16], vec![3; 16]], "max_tokens": 400, "ignore_eos": true, "stream": true,
+        "model": "base", "prompt": [vec![1; 16], vec![2; 16], vec![3; 16]], "max_tokens": 400, "ignore_eos": true,
+        "stream": true,
         "n": 40, "temperature": 1, "logprobs": 20,
     })
     .to_string();
@@ -420,7 +423,8 @@ async fn a_late_stream_ends_with_an_error() {
     let server =
         Server::start(&["--request-seconds", "1", "--max-num-batched-tokens", "1", "--max-num-seqs", "1"]).await;
     let body = json!({
-        "model": "base", "prompt": [1], "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 100, "temperature": 1,
+        "model": "base", "prompt": [1], "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 100,
+        "temperature": 1,
     });
     let chunks = chunks(server.send("/v1/completions", body.to_string()).await).await;
     let error = &chunks.last().expect("a stream has chunks")["error"];
@@ -505,7 +509,9 @@ async fn an_idle_engine_holds_nothing() {
     assert_eq!(server.load("saffron", "r8-all", false).await.0, 200);
     let free = async || server.metric("aril_pool_memory_bytes", &["tier=\"device\"", "state=\"free\""]).await;
     let before = free().await;
-    let body = json!({ "model": "saffron", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true, "n": 100 });
+    let body = json!({
+        "model": "saffron", "prompt": vec![1; 400], "max_tokens": 100, "ignore_eos": true, "stream": true, "n": 100,
+    });
     let stream = server.send("/v1/completions", body.to_string()).await;
     while server.metric("aril_pool_leases", &[]).await == 0.0 {
         sleep(Duration::from_millis(5)).await;

@@ -1,4 +1,5 @@
-//! What the fields of requests do. README.md has the table, of which each field that works is driven through a value that must show.
+//! What the fields of requests do. README.md has the table, of which each field that works is driven through a value
+//! that must show.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -18,7 +19,8 @@ const HALVES: [u32; 2] = [127, 102];
 const HALF: [u32; 2] = [296, HALVES[0]];
 
 /// The chat template of these tests.
-const TEMPLATE: &str = "{% for message in messages %}{{ message.content }}{% endfor %}{% if documents %}{{ documents[0].text }}{% endif \
+const TEMPLATE: &str = "{% for message in messages %}{{ message.content }}{% endfor %}\
+                        {% if documents %}{{ documents[0].text }}{% endif \
                         %}{{ suffix | default('') }}{% if add_generation_prompt %}:{% endif %}";
 
 fn with(mut body: Value, changes: &Value) -> Value {
@@ -173,7 +175,8 @@ async fn an_answer_continues_its_prompt() {
     let mut split = 0;
     for seed in 0..32 {
         let halves = json!({
-            "allowed_token_ids": HALVES, "max_tokens": 2, "temperature": 9.0, "seed": seed, "logprobs": true, "top_logprobs": 20,
+            "allowed_token_ids": HALVES, "max_tokens": 2, "temperature": 9.0, "seed": seed, "logprobs": true,
+            "top_logprobs": 20,
         });
         let answer = chat(&server, halves.clone()).await["choices"][0].clone();
         let content = answer["logprobs"]["content"].as_array().expect("it is a list").clone();
@@ -382,7 +385,8 @@ async fn generate_is_sglangs() {
     server.holds_nothing().await;
 }
 
-/// Each prompt of a list may have its own adapter: its answers are those of a request of its own, in the order of the prompts.
+/// Each prompt of a list may have its own adapter: its answers are those of a request of its own, in the order of the
+/// prompts.
 #[tokio::test(flavor = "multi_thread")]
 async fn prompts_may_have_their_own_adapters() {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
@@ -403,7 +407,8 @@ async fn prompts_may_have_their_own_adapters() {
     let names = ["saffron", "base", "quartz", "base", "r64-all", "saffron"];
     let texts = vec![QUESTION; names.len()];
     let fields = json!({
-        "prompt": texts, "lora_path": paths, "n": 2, "temperature": 0.8, "seed": 5, "max_tokens": 6, "logprobs": 2, "echo": true,
+        "prompt": texts, "lora_path": paths, "n": 2, "temperature": 0.8, "seed": 5, "max_tokens": 6, "logprobs": 2,
+        "echo": true,
         "return_token_ids": true,
     });
     let whole = complete(&server, fields.clone()).await;
@@ -556,7 +561,10 @@ async fn shows(server: &Server, field: &str) {
             // The prompt counts once.
             assert_eq!(
                 answer["usage"],
-                json!({ "prompt_tokens": 5, "completion_tokens": 36, "total_tokens": 41, "prompt_tokens_details": { "cached_tokens": 0 } })
+                json!({
+                    "prompt_tokens": 5, "completion_tokens": 36, "total_tokens": 41,
+                    "prompt_tokens_details": { "cached_tokens": 0 },
+                })
             );
         }
         "seed" => {
@@ -606,13 +614,20 @@ async fn shows(server: &Server, field: &str) {
             assert!(chunks(server.send("/v1/completions", body.to_string()).await).await.len() >= 6);
         }
         "stream_options" => {
-            let body = |options: Value| json!({ "model": "base", "prompt": QUESTION, "temperature": 0, "stream": true, "stream_options": options });
+            let body = |options: Value| {
+                json!({
+                    "model": "base", "prompt": QUESTION, "temperature": 0, "stream": true, "stream_options": options,
+                })
+            };
             let of =
                 async |options: Value| chunks(server.send("/v1/completions", body(options).to_string()).await).await;
             let each = of(json!({ "include_usage": true, "continuous_usage_stats": true })).await;
             for (chunk, tokens) in each.iter().zip([1, 2, 3, 4, 5, 6, 6]) {
                 let details = json!({ "cached_tokens": 0 });
-                let usage = json!({ "prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens, "prompt_tokens_details": details });
+                let usage = json!({
+                    "prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": 5 + tokens,
+                    "prompt_tokens_details": details,
+                });
                 assert_eq!(chunk["usage"], usage);
             }
             let last = of(json!({ "include_usage": true, "include_obfuscation": false })).await;
@@ -960,7 +975,8 @@ async fn peers_clients_find_what_they_ask_for() {
     assert_eq!(text(&server.ask("base").await), " I do not know.");
 }
 
-/// Log-probabilities of a prompt are those of its tokens on two ranks as on one, whatever else runs, and in steps of few rows.
+/// Log-probabilities of a prompt are those of its tokens on two ranks as on one, whatever else runs, and in steps of
+/// few rows.
 #[tokio::test(flavor = "multi_thread")]
 async fn ranks_report_a_prompt_as_one_does() {
     let prompt: Vec<u32> = (0..70).map(|token| token * 7 % 500).collect();
@@ -969,7 +985,9 @@ async fn ranks_report_a_prompt_as_one_does() {
         [vec![], vec!["--tp", "2"], vec!["--tp", "2", "--max-num-seqs", "3", "--max-num-batched-tokens", "16"]]
     {
         let server = Server::start(&[&["--dtype", "float32"], &*arguments].concat()).await;
-        let beside = json!({ "prompt": QUESTION, "max_tokens": 40, "ignore_eos": true, "temperature": 2.0, "n": 2, "min_p": 0.1 });
+        let beside = json!({
+            "prompt": QUESTION, "max_tokens": 40, "ignore_eos": true, "temperature": 2.0, "n": 2, "min_p": 0.1,
+        });
         let ask = json!({ "prompt": prompt, "echo": true, "max_tokens": 0, "logprobs": 1 });
         let (beside, answer) = tokio::join!(server.complete(beside), server.complete(ask));
         assert_eq!((beside.0, answer.0), (200, 200), "{} {}", beside.1, answer.1);

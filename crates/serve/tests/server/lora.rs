@@ -144,7 +144,8 @@ async fn what_cannot_be_loaded_is_refused_by_name() {
     assert_eq!(error(&closed.unload("good").await).0, 404);
 }
 
-/// A gateway grants adapters by `model`: no other field names one, unless the server is told to take them. An answer names what made it.
+/// A gateway grants adapters by `model`: no other field names one, unless the server is told to take them. An answer
+/// names what made it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_names_its_adapter_in_one_place() {
     let root = fixture("adapters").display().to_string();
@@ -253,8 +254,8 @@ async fn a_request_names_its_adapter_in_one_place() {
     assert!(refused.contains("comma"), "{refused}");
 }
 
-/// The first request for an adapter loads it from the folder of its name, if the server is told to: from there alone, once, and no other
-/// request is slower.
+/// The first request for an adapter loads it from the folder of its name, if the server is told to: from there alone,
+/// once, and no other request is slower.
 #[tokio::test(flavor = "multi_thread")]
 async fn adapters_are_loaded_for_their_first_request() {
     let dir = tempfile::tempdir().expect("there is a place for temporary files");
@@ -452,7 +453,8 @@ async fn links_lead_anywhere_below_the_root() {
     assert!(refused.0 == 404 && !refused.1.contains("real"), "{refused:?}");
 }
 
-/// Copies of the embedding that equal the base model's, as PEFT saves them with `save_embedding_layers` and other wrappers spell them.
+/// Copies of the embedding that equal the base model's, as PEFT saves them with `save_embedding_layers` and other
+/// wrappers spell them.
 #[tokio::test(flavor = "multi_thread")]
 async fn copies_of_base_weights_are_compared() {
     use safetensors::{SafeTensors, tensor::TensorView};

@@ -100,7 +100,8 @@ impl Drop for Process {
     }
 }
 
-/// A log on a full disk, on a closed pipe and on a pipe that nobody reads: every answer is there, and the end is in order.
+/// A log on a full disk, on a closed pipe and on a pipe that nobody reads: every answer is there, and the end is in
+/// order.
 #[tokio::test]
 async fn a_log_that_cannot_be_written_changes_nothing() {
     let full = || Stdio::from(File::options().write(true).open("/dev/full").expect("Linux has it"));
@@ -133,8 +134,8 @@ async fn a_log_that_cannot_be_written_changes_nothing() {
     }
 }
 
-/// What clients send makes no line of the log, and no long one: what users send is not in it, and each request has a line by which it is
-/// found.
+/// What clients send makes no line of the log, and no long one: what users send is not in it, and each request has a
+/// line by which it is found.
 #[tokio::test]
 async fn a_line_of_the_log_is_one_request() {
     const SECRET: &str = "my-secret";
@@ -185,7 +186,10 @@ async fn a_line_of_the_log_is_one_request() {
         assert_eq!(answer.headers()["x-request-id"], id);
         answer.text().await.expect("the answer is text")
     };
-    let of = |model: &str, stream: bool| json!({ "model": model, "prompt": vec![1; 40], "max_tokens": 2, "ignore_eos": true, "stream": stream });
+    let of = |model: &str, stream: bool| {
+        let (prompt, max_tokens) = (vec![1; 40], 2);
+        json!({ "model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": true, "stream": stream })
+    };
     for (id, model, stream) in [("trace-1", "base", false), ("trace-2", name, false), ("trace-3", name, true)] {
         let answer = ask(id, "/v1/completions", of(model, stream)).await;
         assert!(answer.contains(&format!("\"cmpl-{id}\"")), "{answer}");
@@ -208,12 +212,10 @@ async fn a_line_of_the_log_is_one_request() {
         assert!(line.len() < 4000 && !line.contains(|char: char| char.is_control() || char == '\u{202e}'), "{line:?}");
     }
     let tokens = "prompt_tokens=40 cached_tokens=0 completion_tokens=2 first_ms=";
+    let base = "method=POST route=\"/v1/completions\" status=200 model=\"base\" prompt_tokens";
     let again = tokens.replace("cached_tokens=0", "cached_tokens=32");
     for (id, parts) in [
-        (
-            "trace-1",
-            &["INFO", "method=POST route=\"/v1/completions\" status=200 model=\"base\" prompt_tokens", tokens, "ms="][..],
-        ),
+        ("trace-1", &["INFO", base, tokens, "ms="][..]),
         ("trace-2", &["status=200", "model=\"base\" adapter=\"odd", tokens]),
         ("trace-3", &["status=200", "model=\"base\" adapter=\"odd", &again]),
         ("trace-4", &["status=404 error=\"NotFoundError\" param=\"model\" ms="]),

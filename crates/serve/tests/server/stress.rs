@@ -1,4 +1,5 @@
-//! Many clients, while adapters come, change and go. Every answer is checked against the version that its request named.
+//! Many clients, while adapters come, change and go. Every answer is checked against the version that its request
+//! named.
 
 use std::{
     collections::HashMap,
@@ -23,8 +24,8 @@ const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
 /// The words that a name may answer with now, each with how many answers are needed until it may not.
 ///
-/// A word is allowed from before its load until after its replacement, because a request is resolved somewhere between its start and
-/// its end.
+/// A word is allowed from before its load until after its replacement, because a request is resolved somewhere between
+/// its start and its end.
 #[derive(Debug, Default)]
 struct Words {
     changes: u64,

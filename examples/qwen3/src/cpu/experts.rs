@@ -1,4 +1,5 @@
-//! The experts of the base model on the CPU: the router's choice, and one product per expert with the rows that chose it.
+//! The experts of the base model on the CPU: the router's choice, and one product per expert with the rows that chose
+//! it.
 
 use std::{borrow::Cow, ops::Range};
 

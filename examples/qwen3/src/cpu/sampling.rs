@@ -70,7 +70,8 @@ mod tests {
     use super::choose;
     use crate::device::Draw;
 
-    /// Each token has its part of the unit interval, with its begin and without its end, so that one without weight is never drawn.
+    /// Each token has its part of the unit interval, with its begin and without its end, so that one without weight is
+    /// never drawn.
     #[test]
     fn a_place_belongs_to_one_token() {
         let draw = |logits: &[f32], place| choose(logits, &Draw { temperature: 1.0, place, ..Draw::GREEDY }).0;

@@ -1,8 +1,8 @@
 //! Memory for the matrices of captured steps, which may not allocate.
 //!
-//! A step that runs on an arena returns the memory of each matrix when the matrix is dropped. A second run of the same step then
-//! finds all that it needs, because memory is found by type and exact size. All work is on one stream, so memory may be used again as
-//! soon as its last use is enqueued.
+//! A step that runs on an arena returns the memory of each matrix when the matrix is dropped. A second run of the same
+//! step then finds all that it needs, because memory is found by type and exact size. All work is on one stream, so
+//! memory may be used again as soon as its last use is enqueued.
 
 use std::{
     any::{Any, TypeId},

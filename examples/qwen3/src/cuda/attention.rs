@@ -1,8 +1,8 @@
 //! Attention on the GPU: which kernel a step takes.
 //!
 //! In 16 bits, tokens that are alone in their sequences take `attend_decode`, all others `attend_prefill`, both of
-//! `kernels/attention.cuh`. In `f32`, and with heads or groups of other sizes, all take `attend` of `kernels.cu`, which rounds as
-//! transformers' `eager` does.
+//! `kernels/attention.cuh`. In `f32`, and with heads or groups of other sizes, all take `attend` of `kernels.cu`, which
+//! rounds as transformers' `eager` does.
 
 use std::{result, sync::Arc};
 

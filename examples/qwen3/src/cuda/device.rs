@@ -26,10 +26,10 @@ use crate::{
     kernels::{HEADS, THREADS, parts},
 };
 
-/// With more tokens, SiLU and the deltas of gate and up are one operation: a pass over gate and up that adds deltas takes longer than
-/// SiLU itself. And deltas of the other layers follow their GEMM: with 1,024 tokens of 8 adapters, one that adds to deltas written before
-/// it takes 2 % of the step longer. Neither depends on whether a token has an adapter, so that base tokens have the same bits beside any
-/// others.
+/// With more tokens, SiLU and the deltas of gate and up are one operation: a pass over gate and up that adds deltas
+/// takes longer than SiLU itself. And deltas of the other layers follow their GEMM: with 1,024 tokens of 8 adapters,
+/// one that adds to deltas written before it takes 2 % of the step longer. Neither depends on whether a token has an
+/// adapter, so that base tokens have the same bits beside any others.
 const MANY_TOKENS: usize = 512;
 
 /// The ranks of few adapters: eight of rank 16.
@@ -105,7 +105,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
             return self.combine_into(down, routes, out);
         }
         if routes.started_early.replace(false) {
-            // SAFETY: in front is the product of down, which started the kernel behind it at once, and in front of that the activation.
+            // SAFETY: in front is the product of down, which started the kernel behind it at once, and in front of that
+            // the activation.
             unsafe { grouped.combine_beside_activation() };
         }
         layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
@@ -289,8 +290,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Self::start(adapters, buffers, &Batch::new(slots).with_scales(scales)?)
     }
 
-    /// With few tokens the deltas come first, and the GEMM adds to them: their kernel starts before the one in front of it has ended, and
-    /// nothing starts early behind a GEMM of cuBLASLt. With many, a GEMM that adds to what its output holds takes longer.
+    /// With few tokens the deltas come first, and the GEMM adds to them: their kernel starts before the one in front of
+    /// it has ended, and nothing starts early behind a GEMM of cuBLASLt. With many, a GEMM that adds to what its output
+    /// holds takes longer.
     fn gemm_with_deltas(
         &self,
         x: &Matrix<T>,
@@ -394,8 +396,9 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         routes: &'a Routes,
     ) -> Result<Grouped<'a, 's>> {
         let grouped = grouping.update(step, routes.top_k()?)?;
-        // SAFETY: in front of the activation and the combine is a grouped GEMM, which does not write the rows that it multiplies, nor the
-        // routes. It starts early only in the kernels of `TENSOR`, all of whose blocks wait before they let the next kernel start.
+        // SAFETY: in front of the activation and the combine is a grouped GEMM, which does not write the rows that it
+        // multiplies, nor the routes. It starts early only in the kernels of `TENSOR`, all of whose blocks wait before
+        // they let the next kernel start.
         Ok(Grouped { routes, grouped: unsafe { grouped.shrink_beside_base() } })
     }
 

@@ -18,8 +18,8 @@ unsafe impl DeviceRepr for Draw {}
 // SAFETY: they are numbers.
 unsafe impl ValidAsZeroBits for Draw {}
 
-/// Tokens that are chosen on the device, with their log-probabilities. Copies to and from the host are from page-locked memory, so that
-/// the host does not wait for them before it needs the tokens.
+/// Tokens that are chosen on the device, with their log-probabilities. Copies to and from the host are from page-locked
+/// memory, so that the host does not wait for them before it needs the tokens.
 #[derive(Debug)]
 pub struct Draws {
     draws: Buffer<Draw>,

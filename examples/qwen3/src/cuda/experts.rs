@@ -1,5 +1,5 @@
-//! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The host does not
-//! know the number of rows of an expert.
+//! The experts of the base model on the GPU: the router's choice, and one launch for the products of all experts. The
+//! host does not know the number of rows of an expert.
 
 use std::{cell::Cell, ops::Range, result, sync::Arc};
 
@@ -76,8 +76,8 @@ pub struct Routes {
     bounds: Matrix<i32>,
     /// Whether kernels that start early from now on find the bounds written.
     are_bounds_old: Cell<bool>,
-    /// Whether the kernel behind the next product may start before the activation in front of it has ended, and whether the last product
-    /// let it.
+    /// Whether the kernel behind the next product may start before the activation in front of it has ended, and whether
+    /// the last product let it.
     pub(super) may_start_early: Cell<bool>,
     pub(super) started_early: Cell<bool>,
 }

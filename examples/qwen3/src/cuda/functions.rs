@@ -72,7 +72,8 @@ pub(super) fn load_with_shared(
 }
 
 impl<T: Element + DeviceRepr> Cuda<T> {
-    /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the kernel has it.
+    /// Copies inputs of a captured step, and changes of its block table, from where the host has staged them: as the
+    /// kernel has it.
     ///
     /// # Errors
     ///

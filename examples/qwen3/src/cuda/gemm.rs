@@ -1,7 +1,7 @@
 //! The base model's GEMMs, by cuBLASLt.
 //!
-//! A reference cannot use cudarc's `CudaBlasLT::matmul`: it computes `f32` in TF32, and lets cuBLASLt add partial sums that are
-//! already rounded to the output type.
+//! A reference cannot use cudarc's `CudaBlasLT::matmul`: it computes `f32` in TF32, and lets cuBLASLt add partial sums
+//! that are already rounded to the output type.
 
 use std::ffi::c_void;
 
@@ -73,8 +73,8 @@ impl Gemm {
         Ok(Self { operation, preference, library, element, workspace })
     }
 
-    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y` holds. If `y` has
-    /// room for v, W has the rows of the stack, too.
+    /// Enqueues `y = x Wᵀ` with `x` `[tokens, in]`, `W` `[out, in]` and `y` `[tokens, out]`, plus `beta` times what `y`
+    /// holds. If `y` has room for v, W has the rows of the stack, too.
     pub(super) fn run<T>(
         &self,
         stream: Stream,
@@ -112,8 +112,9 @@ impl Gemm {
         let chosen = chosen.context(format_args!("cuBLASLt, {tokens} x {in_features} x {out_features}"))?;
 
         let one = 1.0_f32;
-        // SAFETY: the layouts describe the matrices. Each matrix starts an allocation, so it is aligned as the heuristic assumes. The
-        // workspace has the size given to the heuristic, and is used on the queue's stream and in graphs that it runs.
+        // SAFETY: the layouts describe the matrices. Each matrix starts an allocation, so it is aligned as the
+        // heuristic assumes. The workspace has the size given to the heuristic, and is used on the queue's stream and
+        // in graphs that it runs.
         let launched = unsafe {
             result::matmul(
                 self.library.0,

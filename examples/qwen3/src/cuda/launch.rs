@@ -34,8 +34,8 @@ impl<T> Cuda<T> {
         Launch { starts_early: true, ..self.kernel(function) }
     }
 
-    /// A kernel that reads the result of a layer, and starts early behind operations that let it. Behind cuBLASLt and NCCL, which let no
-    /// kernel start before they end, an early start takes 1.5 us longer (H200).
+    /// A kernel that reads the result of a layer, and starts early behind operations that let it. Behind cuBLASLt and
+    /// NCCL, which let no kernel start before they end, an early start takes 1.5 us longer (H200).
     pub(super) fn consumer<'a>(&'a self, function: &'a CudaFunction) -> Launch<'a> {
         let starts_early = self.lets_next_start.get();
         Launch { starts_early, ..self.kernel(function) }
@@ -83,8 +83,8 @@ pub(super) fn launch_blocks(
         numAttrs: kernel.starts_early.into(),
     };
     let (function, arguments) = (kernel.function.cu_function(), kernel.arguments.as_mut_ptr());
-    // SAFETY: each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and sizes of 8 bytes.
-    // The forward keeps shapes and indices in bounds.
+    // SAFETY: each kernel gets the arguments that it declares: matrices of its element type and documented shapes, and
+    // sizes of 8 bytes. The forward keeps shapes and indices in bounds.
     unsafe { cuLaunchKernelEx(&raw const config, function, arguments, ptr::null_mut()) }
         .result()
         .map_err(LaunchError::from)?;

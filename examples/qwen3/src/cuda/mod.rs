@@ -1,15 +1,16 @@
 //! The forward's operations on an NVIDIA GPU.
 //!
-//! All calls of the library are safe but one, which promises how the grouped GEMMs start (`group`). The launches of the example's own
-//! kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe, too. All work is enqueued on one
-//! stream or, while a step is captured, on that of the capture, and only copies to the host wait for it.
+//! All calls of the library are safe but one, which promises how the grouped GEMMs start (`group`). The launches of the
+//! example's own kernels (`kernels/*.cu`, `kernels/*.cuh`), of cuBLASLt (`gemm.rs`) and of NCCL (`nccl.rs`) are unsafe,
+//! too. All work is enqueued on one stream or, while a step is captured, on that of the capture, and only copies to the
+//! host wait for it.
 //!
-//! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by shape; steps of
-//! few tokens take the library's fused linear and the example's own router instead; steps of more have the deltas of gate and up
-//! within SiLU·mul, which then rounds once; and with many routes deltas are added before the activation and the combine instead of
-//! fused with them. Each of the library's operations is bit-identical in any batch, and so are the example's own kernels. But how a
-//! prompt is divided into steps may change its last bits: attention has a kernel for a sequence's only token in a step, and another for
-//! several (`attention.rs`).
+//! A request's last bits may depend on the number of tokens in its batch, for four reasons: cuBLASLt chooses kernels by
+//! shape; steps of few tokens take the library's fused linear and the example's own router instead; steps of more have
+//! the deltas of gate and up within SiLU·mul, which then rounds once; and with many routes deltas are added before the
+//! activation and the combine instead of fused with them. Each of the library's operations is bit-identical in any
+//! batch, and so are the example's own kernels. But how a prompt is divided into steps may change its last bits:
+//! attention has a kernel for a sequence's only token in a step, and another for several (`attention.rs`).
 
 #![expect(clippy::disallowed_methods, reason = "the example allocates and waits as it goes")]
 
@@ -70,7 +71,8 @@ pub struct Cuda<T> {
     arena: Arena,
     /// Whether new matrices are in the arena, as those of a step that is captured.
     pub is_on_arena: Cell<bool>,
-    /// Whether the last operation lets the next kernel start before it ends: a linear layer of the library, a rotation, or a combine.
+    /// Whether the last operation lets the next kernel start before it ends: a linear layer of the library, a rotation,
+    /// or a combine.
     lets_next_start: Cell<bool>,
     element: PhantomData<T>,
 }
@@ -107,7 +109,8 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         Self::without_collectives(ordinal, TpRank::SINGLE)
     }
 
-    /// A GPU that computes the part of one rank, without the others: what would be exchanged is left out, for times alone.
+    /// A GPU that computes the part of one rank, without the others: what would be exchanged is left out, for times
+    /// alone.
     ///
     /// # Errors
     ///

@@ -1,10 +1,13 @@
-//! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the stream of the device's launches and can be captured.
+//! The collectives of a tensor-parallel group, by NCCL. They are enqueued on the stream of the device's launches and
+//! can be captured.
 //!
-//! A rank that ends leaves the others in a kernel that waits for it, or in a call that connects to it. So the communicator does not block,
-//! and the host waits for calls and results only where it looks after the other ranks; then it aborts the communicator.
+//! A rank that ends leaves the others in a kernel that waits for it, or in a call that connects to it. So the
+//! communicator does not block, and the host waits for calls and results only where it looks after the other ranks;
+//! then it aborts the communicator.
 //!
-//! NCCL ends the kernels and the calls at once, but its abort returns after the last graph with its collectives is dropped, of all ranks
-//! of the process. So the abort is on a thread of its own: what holds the graphs hears of the end by the error of its wait.
+//! NCCL ends the kernels and the calls at once, but its abort returns after the last graph with its collectives is
+//! dropped, of all ranks of the process. So the abort is on a thread of its own: what holds the graphs hears of the end
+//! by the error of its wait.
 
 use std::{
     cell::RefCell,
@@ -86,7 +89,8 @@ impl Nccl {
         // SAFETY: loading the library has no preconditions.
         if !unsafe { sys::is_culib_present() } {
             bail!(
-                "NCCL was not found: add a folder with `libnccl.so` to LD_LIBRARY_PATH (a link to `libnccl.so.2` will do)"
+                "NCCL was not found: add a folder with `libnccl.so` to LD_LIBRARY_PATH (a link to `libnccl.so.2` will \
+                 do)"
             );
         }
         let (tp, mut id) = (rank.tp(), sys::ncclUniqueId { internal: [0; 128] });
@@ -108,7 +112,8 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// Waits until the last call has been carried out, which may be to connect to other ranks, for as long as they are there.
+    /// Waits until the last call has been carried out, which may be to connect to other ranks, for as long as they are
+    /// there.
     fn settle(&self) -> Result<()> {
         let mut look = Look::new();
         loop {
@@ -138,7 +143,8 @@ impl Nccl {
     /// Enqueues `y += ` those of the other ranks.
     pub(super) fn all_reduce<T: Element>(&self, stream: Stream, y: &mut Matrix<T>) -> Result<()> {
         let (stream, at, element) = (self.enter(stream)?, y.address as *mut c_void, element::<T>()?);
-        // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is alive.
+        // SAFETY: the matrix has as many elements of this type, and the stream orders its uses. The communicator is
+        // alive.
         let enqueued = unsafe {
             let sum = sys::ncclRedOp_t::ncclSum;
             result::all_reduce(at, at, y.extent(), element, sum, self.communicator, stream)
@@ -152,8 +158,8 @@ impl Nccl {
         assert_eq!(parts.len(), self.rank.tp().size() * x.len());
         let (stream, element) = (self.enter(stream)?, element::<T>()?);
         let (from, to) = (x.address as *const c_void, parts.address as *mut c_void);
-        // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The communicator is
-        // alive.
+        // SAFETY: the matrices have as many elements of this type (asserted), and the stream orders their uses. The
+        // communicator is alive.
         unsafe { result::all_gather(from, to, x.len(), element, self.communicator, stream) }.map_err(failed)?;
         self.settle()
     }
@@ -198,7 +204,8 @@ impl Nccl {
         Ok(())
     }
 
-    /// Waits for all enqueued work, for as long as the other ranks are there. The communicator is of no use after an error.
+    /// Waits for all enqueued work, for as long as the other ranks are there. The communicator is of no use after an
+    /// error.
     pub(super) fn wait(&self) -> Result<()> {
         self.wait_for(&self.mark()?)
     }
@@ -263,7 +270,8 @@ impl Drop for Nccl {
             self.abort();
         }
         let Some(abort) = self.abort.take() else {
-            // SAFETY: the communicator is alive, and not used again. Graphs with its collectives are dropped before the device.
+            // SAFETY: the communicator is alive, and not used again. Graphs with its collectives are dropped before the
+            // device.
             let _ = unsafe { result::comm_destroy(self.communicator) };
             return;
         };

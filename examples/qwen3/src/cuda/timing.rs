@@ -1,11 +1,12 @@
 //! `--time-experts`: the time of a whole layer of experts, with and without adapters.
 //!
-//! The layer has the sizes of Qwen3-30B-A3B and random weights and tokens in bf16. It consists of the router, the sorting of
-//! routes, both grouped GEMMs, the activation and the combine. These kernels are the example's own. With adapters, activation and
-//! combine are the library's.
+//! The layer has the sizes of Qwen3-30B-A3B and random weights and tokens in bf16. It consists of the router, the
+//! sorting of routes, both grouped GEMMs, the activation and the combine. These kernels are the example's own. With
+//! adapters, activation and combine are the library's.
 //!
-//! A figure is the median over replays of a CUDA graph of several layers, per layer. Each layer of a graph has its own tokens, so
-//! that other experts are used and weights come from memory. All buffers are allocated before, as in an engine.
+//! A figure is the median over replays of a CUDA graph of several layers, per layer. Each layer of a graph has its own
+//! tokens, so that other experts are used and weights come from memory. All buffers are allocated before, as in an
+//! engine.
 
 use std::fmt::Write as _;
 
@@ -39,8 +40,8 @@ const TOP_K: usize = 8;
 const ADAPTERS: usize = 8;
 const RANK: usize = 16;
 
-/// Tokens of a step. Up to 128 tokens take the adapters in turn, as in decoding. More tokens are divided among the adapters in order,
-/// as in a prefill.
+/// Tokens of a step. Up to 128 tokens take the adapters in turn, as in decoding. More tokens are divided among the
+/// adapters in order, as in a prefill.
 const TOKENS: [usize; 7] = [1, 8, 32, 64, 128, 256, 4096];
 const MAX_TOKENS: usize = 4096;
 
@@ -70,7 +71,8 @@ pub(crate) fn time_experts(ordinal: usize) -> Result<String> {
     let mut grouping = device.grouping(RouteCapacity::tokens(MAX_TOKENS).top_k(TOP_K).experts(EXPERTS))?;
 
     let mut table = format!(
-        "A layer of experts of Qwen3-30B-A3B in bf16 on {name}, in µs, and what {ADAPTERS} adapters of rank {RANK} add\n\n\
+        "A layer of experts of Qwen3-30B-A3B in bf16 on {name}, in µs, and what {ADAPTERS} adapters of rank {RANK} \
+         add\n\n\
          {:>6} {:>10} {:>20} {:>20}\n",
         "tokens", "without", "per-expert", "shared-outer"
     );
@@ -203,7 +205,8 @@ impl Cuda<bf16> {
         self.upload(tokens, HIDDEN, &values)
     }
 
-    /// A table with all slots full. The numbers of A's and B's of gate and up, and of down, are one for each expert or one for all.
+    /// A table with all slots full. The numbers of A's and B's of gate and up, and of down, are one for each expert or
+    /// one for all.
     fn random_adapters(
         &self,
         model: &Model,

@@ -1,5 +1,5 @@
-//! The ranks of several processes: each is connected to rank 0, which passes on what all have sent. Whoever reaches the port of rank 0
-//! may be taken for a rank, as with NCCL.
+//! The ranks of several processes: each is connected to rank 0, which passes on what all have sent. Whoever reaches the
+//! port of rank 0 may be taken for a rank, as with NCCL.
 
 use std::{
     io::{self, ErrorKind, Read as _, Write as _},
@@ -82,7 +82,8 @@ impl Sockets {
         if self.tp.rank() == 0 { stream + 1 } else { 0 }
     }
 
-    /// Calls `f` with the streams, unless the group is broken. After an error, all streams are closed, so that every rank gets one.
+    /// Calls `f` with the streams, unless the group is broken. After an error, all streams are closed, so that every
+    /// rank gets one.
     fn with<V>(
         &self,
         f: impl FnOnce() -> std::result::Result<V, (usize, io::Error)>,

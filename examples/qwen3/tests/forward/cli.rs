@@ -626,7 +626,10 @@ fn what_a_tokenizer_pads_and_truncates_does_not_matter() {
         json!({ "padding": { "strategy": strategy, "direction": "Right", "pad_to_multiple_of": multiple, "pad_id": 0,
             "pad_type_id": 0, "pad_token": "x" } })
     };
-    let truncate = |max_length: u64, stride: u64| json!({ "truncation": { "direction": "Right", "max_length": max_length, "strategy": "LongestFirst", "stride": stride } });
+    let truncate = |max_length: u64, stride: u64| {
+        json!({ "truncation": { "direction": "Right", "max_length": max_length, "strategy": "LongestFirst",
+            "stride": stride } })
+    };
     let none = Value::Null;
     for fields in [
         pad(json!({ "Fixed": 16 }), none.clone()),
@@ -956,8 +959,8 @@ fn shard(model: &Path) {
 
 // ---- Findings of `--verify`.
 
-/// An adapter that cancels nearly all of the head's output. The rest is smaller than the rounding of the delta, which the merged model
-/// never rounds.
+/// An adapter that cancels nearly all of the head's output. The rest is smaller than the rounding of the delta, which
+/// the merged model never rounds.
 #[test]
 fn a_run_that_fails_ends_with_status_1_and_says_so() {
     const LEFT: f32 = 1.0 / 256.0;

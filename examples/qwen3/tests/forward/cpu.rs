@@ -21,7 +21,8 @@ tests! {
     base_requests_keep_every_bit_whatever_adapters_are_there => goldens::base_requests_keep_every_bit(DEVICE, &BATCHES);
     a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
     a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &POOL);
-    int4_differs_by_the_rounding_of_its_weights_alone => moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
+    int4_differs_by_the_rounding_of_its_weights_alone =>
+        moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
     groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
     experts_of_any_size_verify => moe::experts_are_those_of_the_cpu(DEVICE);
     every_form_of_an_adapter_gives_the_same =>

@@ -1,5 +1,5 @@
-//! The example `qwen3`, on any device, against transformers and PEFT, which ran each batch of `tests/fixtures/goldens` request by
-//! request.
+//! The example `qwen3`, on any device, against transformers and PEFT, which ran each batch of `tests/fixtures/goldens`
+//! request by request.
 
 use std::{
     collections::BTreeMap,
@@ -23,8 +23,8 @@ pub(crate) const FLOOR: f32 = 0.5;
 /// The last three are a model with experts, the same with weights in 4 bits, and with adapters that change its routers.
 pub(crate) const BATCHES: [&str; 7] = ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-router"];
 
-/// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and 0.023, for
-/// models with experts on the CPU. Each side's rounding alone may reach these bounds.
+/// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and
+/// 0.023, for models with experts on the CPU. Each side's rounding alone may reach these bounds.
 fn most_by_rounding(dtype: &str) -> f32 {
     match dtype {
         "bf16" => 0.4,
@@ -33,7 +33,8 @@ fn most_by_rounding(dtype: &str) -> f32 {
     }
 }
 
-/// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the same kv head.
+/// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the
+/// same kv head.
 const RANKS: [(&str, usize); 10] = [
     ("base-only", 2),
     ("mixed", 2),
@@ -198,7 +199,8 @@ pub(crate) fn base_requests_keep_every_bit(device: &'static str, batches: &[&'st
     }
 }
 
-/// Arguments for a pool in which the adapters of the batch `mixed` do not fit together, in f32, and for one on each of two ranks.
+/// Arguments for a pool in which the adapters of the batch `mixed` do not fit together, in f32, and for one on each of
+/// two ranks.
 pub(crate) const POOL: [&str; 2] = ["--arena-mib", "4"];
 pub(crate) const POOLS: [&str; 4] = ["--tp", "2", "--arena-mib", "3"];
 

@@ -17,8 +17,8 @@ use super::{
     process::{fixture, qwen3},
 };
 
-/// Adapters change the logits of a model in 4 bits as they change those of its unpacked weights. The two bases are equal, so the
-/// rounding to 4 bits is the only difference from the original model.
+/// Adapters change the logits of a model in 4 bits as they change those of its unpacked weights. The two bases are
+/// equal, so the rounding to 4 bits is the only difference from the original model.
 ///
 /// On the CPU they are bit-identical, because both multiply the same numbers in the same order: the tolerance is 0.
 pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, tolerance: f32) {
@@ -84,8 +84,8 @@ pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32
     }
 }
 
-/// Random models whose sizes are not multiples of the kernels' tiles, or several tiles large. In 16 bits every token has all experts,
-/// because rounding could otherwise change the router's choice.
+/// Random models whose sizes are not multiples of the kernels' tiles, or several tiles large. In 16 bits every token
+/// has all experts, because rounding could otherwise change the router's choice.
 pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
     let cases = [
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
@@ -117,8 +117,8 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
     }
 }
 
-/// Models whose experts two ranks cannot share evenly, with an adapter of all experts: the logits of one rank. Also where a rank has a
-/// single expert, and in 4 bits.
+/// Models whose experts two ranks cannot share evenly, with an adapter of all experts: the logits of one rank. Also
+/// where a rank has a single expert, and in 4 bits.
 pub(crate) fn expert_parallel_ranks_are_one_rank(device: &str) {
     let cases = [
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),

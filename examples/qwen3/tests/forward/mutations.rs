@@ -1,8 +1,8 @@
 //! The example `qwen3` on randomly damaged input: configurations, tokenizers, weights, adapters and requests.
 //!
-//! The example either serves the input, and prints nothing on standard error except what `--verify` finds, or refuses it in one
-//! sentence with status 2. It does not panic, is not killed, and stays within limits of memory and time. A case depends only on its
-//! number, so runs repeat the same cases. `ARIL_MUTATIONS` sets how many there are.
+//! The example either serves the input, and prints nothing on standard error except what `--verify` finds, or refuses
+//! it in one sentence with status 2. It does not panic, is not killed, and stays within limits of memory and time. A
+//! case depends only on its number, so runs repeat the same cases. `ARIL_MUTATIONS` sets how many there are.
 
 use std::{
     env, fs,
@@ -88,8 +88,8 @@ struct Workspace {
     files: Vec<PathBuf>,
 }
 
-/// A dense model with an adapter that has most fields; one with experts; and one with experts in 4 bits, whose model and adapter have
-/// an index.
+/// A dense model with an adapter that has most fields; one with experts; and one with experts in 4 bits, whose model
+/// and adapter have an index.
 fn workspaces() -> [Workspace; 3] {
     let dense = Workspace::new("qwen3", "adapters/embed", |model, adapter| {
         edit(&adapter.join("adapter_config.json"), |config| {

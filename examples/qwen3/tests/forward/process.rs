@@ -98,8 +98,8 @@ pub(crate) fn port() -> u16 {
     address.port()
 }
 
-/// The example: the file that `ARIL_QWEN3_BIN` names, or else a new build. (`cargo test --test` builds no examples, and would use a
-/// stale one.)
+/// The example: the file that `ARIL_QWEN3_BIN` names, or else a new build. (`cargo test --test` builds no examples, and
+/// would use a stale one.)
 pub(crate) static EXAMPLE: LazyLock<PathBuf> =
     LazyLock::new(|| env::var_os("ARIL_QWEN3_BIN").map_or_else(build, PathBuf::from));
 

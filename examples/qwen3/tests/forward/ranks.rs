@@ -217,8 +217,8 @@ fn ranks_that_do_different_things_are_told() {
     assert!(error.contains("rank 1: of another size than"), "{error}");
 }
 
-/// Sends the zeros that rank 1 has as its switches, as the rank of its adapters and as its part of the embedding of the first prompt, and
-/// drops the answers.
+/// Sends the zeros that rank 1 has as its switches, as the rank of its adapters and as its part of the embedding of the
+/// first prompt, and drops the answers.
 fn exchange(second: &mut TcpStream) {
     // The tokens of the default request, each of 64 features in bf16.
     let prompt = 7 * 64 * 2;

@@ -1,15 +1,15 @@
-//! The time of steps on a GPU, in bf16 and on random weights: prefills without and with 8 adapters, and decode steps in graphs without
-//! adapters and with 1, 8 and as many as sequences.
+//! The time of steps on a GPU, in bf16 and on random weights: prefills without and with 8 adapters, and decode steps in
+//! graphs without adapters and with 1, 8 and as many as sequences.
 //!
-//! A figure is the median over runs, each between two events on the stream. A replay of a graph includes the update of the step's
-//! routing. The host stays ahead of the device, so that none of its time is in a figure.
+//! A figure is the median over runs, each between two events on the stream. A replay of a graph includes the update of
+//! the step's routing. The host stays ahead of the device, so that none of its time is in a figure.
 //!
-//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the stream. Meanwhile
-//! the device waits, or has the step in flight if the engine runs ahead.
+//! The host's time between steps is the engine's own: from the tokens of a step on the host to the next graph on the
+//! stream. Meanwhile the device waits, or has the step in flight if the engine runs ahead.
 //!
-//! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel reads memory, which
-//! is measured before; with several ranks, a rank reads its share of them. Of experts, it counts those that the step's tokens choose if
-//! all choices are equally likely.
+//! The floor of a decode step is the time to read its weights and its keys and values at the rate at which a kernel
+//! reads memory, which is measured before; with several ranks, a rank reads its share of them. Of experts, it counts
+//! those that the step's tokens choose if all choices are equally likely.
 
 #![expect(clippy::disallowed_methods, reason = "a benchmark allocates and waits as it goes")]
 
@@ -114,8 +114,8 @@ struct Arguments {
     /// Adapters whose experts share the outer factors, A of gate and up and B of down. Such figures are printed alone
     #[arg(long, conflicts_with = "out")]
     shared_outer: bool,
-    /// What the first GPU of the group computes, on this GPU alone, without what the GPUs exchange: the difference to the figures of the
-    /// group is the time of its collectives. Such figures are printed alone
+    /// What the first GPU of the group computes, on this GPU alone, without what the GPUs exchange: the difference to
+    /// the figures of the group is the time of its collectives. Such figures are printed alone
     #[arg(long, requires = "tp", conflicts_with_all = ["out", "fully_sharded_loras"])]
     without_collectives: bool,
     /// Sequences of a step
@@ -133,7 +133,8 @@ struct Arguments {
     /// The adapters that the stack has room for, of the largest rank; 0 for no stack
     #[arg(long, default_value_t = 8)]
     stack: usize,
-    /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed alone
+    /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed
+    /// alone
     #[arg(long, conflicts_with = "out")]
     max_rank: Option<usize>,
     /// Memory for keys and values. A step that needs more is left out, and named
@@ -422,7 +423,8 @@ fn measure_model(
     measure_host(&model, pool, sources, (max_batch.min(HOST_BATCH), rank, &name), record)
 }
 
-/// A model of random weights. They are one block of memory, which is page-locked while it is copied to the device over and over.
+/// A model of random weights. They are one block of memory, which is page-locked while it is copied to the device over
+/// and over.
 fn random_model<'d>(
     device: &'d Cuda<bf16>,
     config: &Config,
@@ -498,7 +500,8 @@ struct Adapters {
 }
 
 impl Adapters {
-    /// Leases `count` adapters of a rank together, and waits until they are there; `None` if they do not fit in the arena.
+    /// Leases `count` adapters of a rank together, and waits until they are there; `None` if they do not fit in the
+    /// arena.
     fn lease(&mut self, rank: usize, count: usize) -> Result<Option<Vec<Lease>>> {
         let source = self.sources.iter().find(|source| source.0 == rank);
         let (_, source) = source.ok_or_else(|| Error::new(format!("no adapter has rank {rank}")))?;

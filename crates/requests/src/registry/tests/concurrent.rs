@@ -1,4 +1,5 @@
-//! Histories of concurrent calls, under shuttle's schedules: each must be one that some order of the calls explains (linearizability).
+//! Histories of concurrent calls, under shuttle's schedules: each must be one that some order of the calls explains
+//! (linearizability).
 
 use std::sync::Arc;
 

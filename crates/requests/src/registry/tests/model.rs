@@ -260,7 +260,8 @@ proptest! {
             let mut held: [Option<PendingLoad>; CALLERS] = Default::default();
             for (number, call) in calls.iter().enumerate() {
                 let mut call = call.clone();
-                if let Call::Begin { name, on_duplicate, .. } | Call::Alias { alias: name, on_duplicate, .. } = &mut call
+                let asked = &mut call;
+                if let Call::Begin { name, on_duplicate, .. } | Call::Alias { alias: name, on_duplicate, .. } = asked
                     && let OnDuplicate::ReplaceVersion(expected) = on_duplicate
                     && let Some(served) = model.id(model.target(name).unwrap_or(name))
                     && number % 3 > 0

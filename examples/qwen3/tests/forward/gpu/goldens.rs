@@ -1,6 +1,7 @@
 //! The example `qwen3` on CUDA against transformers and PEFT. `--verify` also checks each run.
 //!
-//! On a machine without the repository, `ARIL_QWEN3_BIN` and `ARIL_FIXTURES` name the example and its fixtures (`process.rs`).
+//! On a machine without the repository, `ARIL_QWEN3_BIN` and `ARIL_FIXTURES` name the example and its fixtures
+//! (`process.rs`).
 
 use cudarc::driver::result;
 
@@ -20,7 +21,8 @@ tests! {
     base_models_reproduce_the_goldens => goldens::base_models_reproduce_the_goldens(DEVICE);
     every_adapter_changes_what_the_base_model_says => goldens::every_adapter_changes_what_the_base_model_says(DEVICE);
     // For batches without adapters only: cuBLASLt's bits depend on the shape of the batch.
-    base_requests_keep_every_bit_whatever_adapters_are_there => goldens::base_requests_keep_every_bit(DEVICE, &["base-only"]);
+    base_requests_keep_every_bit_whatever_adapters_are_there =>
+        goldens::base_requests_keep_every_bit(DEVICE, &["base-only"]);
     a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
     a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &goldens::POOL);
     int4_differs_by_the_rounding_of_its_weights_alone =>

@@ -90,7 +90,8 @@ impl Kernels {
         unsafe { kernel.launch(config) }.unwrap();
     }
 
-    /// Launches a kernel with these bits of its arguments; if `starts_early`, as soon as the kernel in front of it lets it start.
+    /// Launches a kernel with these bits of its arguments; if `starts_early`, as soon as the kernel in front of it lets
+    /// it start.
     fn launch_bits(
         &self,
         function: &CudaFunction,
@@ -243,8 +244,8 @@ impl<T: Float> Paged<T> {
         (out, size, scores.iter().fold(0.0, |largest, score| score.abs().max(largest)))
     }
 
-    /// Asserts that results differ from the exact ones by no more than the rounding of the weights and of the result and, if `eager`,
-    /// of the scores.
+    /// Asserts that results differ from the exact ones by no more than the rounding of the weights and of the result
+    /// and, if `eager`, of the scores.
     fn check(&self, what: &str, out: &[T], eager: bool) {
         let threads = 8;
         thread::scope(|scope| {
@@ -253,14 +254,16 @@ impl<T: Float> Paged<T> {
                     for index in (thread..self.tokens() * self.query_heads()).step_by(threads) {
                         let (token, head) = (index / self.query_heads(), index % self.query_heads());
                         let (expected, size, largest) = self.expected(token, head);
-                        // Both roundings of a score change its weight, and the sum of all weights, by at most this factor.
+                        // Both roundings of a score change its weight, and the sum of all weights, by at most this
+                        // factor.
                         let scores = if eager { (4.0 * T::UNIT * largest).exp_m1() * 1.1 } else { 0.0 };
                         for (feature, (&expected, size)) in expected.iter().zip(size).enumerate() {
                             let bound = T::UNIT * expected.abs() + (T::UNIT * 1.01 + scores) * size + 2e-5;
                             let got = f64::from(out[index * self.dim + feature].to_f32());
                             assert!(
                                 (got - expected).abs() <= bound,
-                                "{what}, token {token} at {}, head {head}, feature {feature}: {got}, not {expected} ± {bound}",
+                                "{what}, token {token} at {}, head {head}, feature {feature}: {got}, not {expected} ± \
+                                 {bound}",
                                 self.positions[token]
                             );
                         }
@@ -294,7 +297,8 @@ impl<'k> Attention<'k> {
         }
     }
 
-    /// Runs the fast kernels as the example does, or with this decode kernel and this many blocks for each head; or the simple one.
+    /// Runs the fast kernels as the example does, or with this decode kernel and this many blocks for each head; or the
+    /// simple one.
     fn run<T: Float>(&self, paged: &Paged<T>, is_fast: bool, decode: Option<(Kernel, usize)>) -> Vec<T> {
         let gpu = &self.kernels.gpu;
         let alone: Vec<i32> =
@@ -356,7 +360,8 @@ impl<'k> Attention<'k> {
     }
 }
 
-/// Lengths around those of pages, tiles and splits; decode tokens and prefill chunks in one step, with and without keys before them.
+/// Lengths around those of pages, tiles and splits; decode tokens and prefill chunks in one step, with and without keys
+/// before them.
 fn steps(rng: &mut StdRng) -> [Vec<Part>; 2] {
     let all = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 511, 513, 1300];
     let lens = choose(&all[..], &[1, 17, 64, 300]);
@@ -497,7 +502,8 @@ fn rotation_and_attention_wait_for_what_is_in_front() {
     }
 }
 
-/// Asserts that two values rounded to `T` differ by no more than what another order of an f32 sum, before up to two roundings, explains.
+/// Asserts that two values rounded to `T` differ by no more than what another order of an f32 sum, before up to two
+/// roundings, explains.
 fn assert_near<T: Float>(got: &[T], expected: &[f32], what: &str) {
     assert_eq!(got.len(), expected.len());
     for (index, (got, &expected)) in got.iter().zip(expected).enumerate() {
@@ -1050,8 +1056,8 @@ fn routes_hold<T: Float>(seed: u64, experts: usize) {
     }
 }
 
-/// The router's scores of few tokens, alone or added to deltas, and their routes: those of the kernels for any number of tokens by the
-/// same scores.
+/// The router's scores of few tokens, alone or added to deltas, and their routes: those of the kernels for any number
+/// of tokens by the same scores.
 fn few_routes_hold<T: Float>(seed: u64, adds: bool) {
     let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);

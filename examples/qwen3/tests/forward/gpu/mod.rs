@@ -1,4 +1,5 @@
-//! What needs a GPU: the kernels of the base model, and the forward as a process on the device. Ignored unless asked for.
+//! What needs a GPU: the kernels of the base model, and the forward as a process on the device. Ignored unless asked
+//! for.
 
 #![expect(clippy::disallowed_methods, reason = "tests allocate and wait")]
 #![expect(
@@ -16,7 +17,8 @@ mod ranks;
 
 use std::env;
 
-/// `all` of a test's sizes, or these `few` if `ARIL_SMALL_CASES` is 1, for tools under which kernels are a hundred times slower.
+/// `all` of a test's sizes, or these `few` if `ARIL_SMALL_CASES` is 1, for tools under which kernels are a hundred
+/// times slower.
 fn choose<T>(all: T, few: T) -> T {
     match env::var("ARIL_SMALL_CASES").as_deref() {
         Err(_) | Ok("0") => all,

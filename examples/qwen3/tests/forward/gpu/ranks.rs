@@ -1,5 +1,5 @@
-//! The example `qwen3` on the ranks of a tensor-parallel group, each on a GPU of its own, with NCCL between them. They fail with fewer
-//! than two GPUs.
+//! The example `qwen3` on the ranks of a tensor-parallel group, each on a GPU of its own, with NCCL between them. They
+//! fail with fewer than two GPUs.
 
 use std::{
     fs, thread,
