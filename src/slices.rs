@@ -12,7 +12,9 @@ use crate::model::MAX_SLICES;
 /// use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
 ///
 /// /// Adds the deltas of q, k and v, with 4096, 1024 and 1024 outputs.
-/// fn add(qkv: &LoraLinear, step: &mut Step<'_>, x: Matrix<'_, f32>, [q, k, v]: [&mut [f32]; 3]) -> Result<(), OperandError> {
+/// fn add(
+///     qkv: &LoraLinear, step: &mut Step<'_>, x: Matrix<'_, f32>, [q, k, v]: [&mut [f32]; 3],
+/// ) -> Result<(), OperandError> {
 ///     let tokens = step.num_tokens();
 ///     let y = [MatrixMut::new(q, tokens, 4096)?, MatrixMut::new(k, tokens, 1024)?, MatrixMut::new(v, tokens, 1024)?];
 ///     qkv.add_delta(step, x, y)

@@ -48,13 +48,19 @@ pub enum AdapterError {
         inside: Option<PathBuf>,
     },
     /// The directory has no safetensors weights.
-    #[error("{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json", dir = Escaped(dir.display()))]
+    #[error(
+        "{dir} has neither adapter_model.safetensors nor adapter_model.safetensors.index.json",
+        dir = Escaped(dir.display())
+    )]
     NoWeights {
         /// The directory.
         dir: PathBuf,
     },
     /// The weights exist only as a pickle, which could execute code when loaded.
-    #[error("{path} is a pickle, which could execute code: convert it to adapter_model.safetensors", path = Escaped(path.display()))]
+    #[error(
+        "{path} is a pickle, which could execute code: convert it to adapter_model.safetensors",
+        path = Escaped(path.display())
+    )]
     Pickle {
         /// The file.
         path: PathBuf,
@@ -76,7 +82,11 @@ pub enum AdapterError {
         reason: String,
     },
     /// The index names a shard that does not exist.
-    #[error("{index} names the shard `{shard}`, which is missing", index = Escaped(index.display()), shard = Escaped(shard))]
+    #[error(
+        "{index} names the shard `{shard}`, which is missing",
+        index = Escaped(index.display()),
+        shard = Escaped(shard)
+    )]
     NoShard {
         /// The index.
         index: PathBuf,
@@ -84,7 +94,11 @@ pub enum AdapterError {
         shard: String,
     },
     /// The index names a shard that is not a plain file name.
-    #[error("{index} names the shard `{shard}`, which must be a plain file name", index = Escaped(index.display()), shard = Escaped(shard))]
+    #[error(
+        "{index} names the shard `{shard}`, which must be a plain file name",
+        index = Escaped(index.display()),
+        shard = Escaped(shard)
+    )]
     ShardName {
         /// The index.
         index: PathBuf,
@@ -113,7 +127,11 @@ pub enum AdapterError {
         field: &'static str,
     },
     /// A field has the wrong type or is out of range.
-    #[error("adapter_config.json: `{field}` is {value}, but must be {want}", field = Escaped(field), value = Escaped(value))]
+    #[error(
+        "adapter_config.json: `{field}` is {value}, but must be {want}",
+        field = Escaped(field),
+        value = Escaped(value)
+    )]
     InvalidField {
         /// The field, or a key inside it.
         field: String,
@@ -146,8 +164,8 @@ pub enum AdapterError {
     },
     /// The configuration has more or longer regular expressions than allowed.
     #[error(
-        "adapter_config.json has {regexes} regular expressions of {bytes} bytes besides plain paths, but must have at most \
-         {MAX_REGEXES} of {MAX_REGEX_BYTES}"
+        "adapter_config.json has {regexes} regular expressions of {bytes} bytes besides plain paths, but must have at \
+         most {MAX_REGEXES} of {MAX_REGEX_BYTES}"
     )]
     Regexes {
         /// Number of regular expressions in all fields.
@@ -200,7 +218,10 @@ pub enum AdapterError {
         got: usize,
     },
     /// A factor does not have two dimensions.
-    #[error("{tensor} has shape {shape}, but a factor must have two dimensions", shape = Escaped(format_args!("{shape:?}")))]
+    #[error(
+        "{tensor} has shape {shape}, but a factor must have two dimensions",
+        shape = Escaped(format_args!("{shape:?}"))
+    )]
     NotMatrix {
         /// The tensor.
         tensor: TensorName,
@@ -209,7 +230,8 @@ pub enum AdapterError {
     },
     /// A factor is a placeholder without elements, as DeepSpeed's ZeRO-3 leaves them.
     #[error(
-        "{tensor} is empty: the trainer did not gather the weights before it saved them, as happens with DeepSpeed ZeRO-3"
+        "{tensor} is empty: the trainer did not gather the weights before it saved them, as happens with DeepSpeed \
+         ZeRO-3"
     )]
     Ungathered {
         /// The tensor.
@@ -284,7 +306,10 @@ pub enum AdapterError {
         want: usize,
     },
     /// The configuration excludes a module that has factors. PEFT would drop them.
-    #[error("the module `{module}` has factors, but `{field}` in adapter_config.json excludes it", module = Escaped(module))]
+    #[error(
+        "the module `{module}` has factors, but `{field}` in adapter_config.json excludes it",
+        module = Escaped(module)
+    )]
     NotTargeted {
         /// Path of the module.
         module: String,
@@ -356,7 +381,8 @@ pub enum AdapterError {
     },
     /// The adapter has a copy of a base weight that was not compared. PEFT would load it over the base model's.
     #[error(
-        "{tensor} is a copy of a base weight that has not been compared with the base model's: call `Adapter::compare_base_weights`"
+        "{tensor} is a copy of a base weight that has not been compared with the base model's: call \
+         `Adapter::compare_base_weights`"
     )]
     BaseWeight {
         /// The weight.
@@ -380,7 +406,10 @@ pub enum AdapterError {
         want: [usize; 2],
     },
     /// The model has no expert with this index.
-    #[error("the module `{module}` is of expert {expert}, but the layer has {num_experts} experts", module = Escaped(module))]
+    #[error(
+        "the module `{module}` is of expert {expert}, but the layer has {num_experts} experts",
+        module = Escaped(module)
+    )]
     NoExpert {
         /// Path of the module.
         module: String,

@@ -142,7 +142,9 @@ impl Adapter {
     ///
     /// ```
     /// # use aril::adapter::{Adapter, AdapterError};
-    /// # fn compare(mut adapter: Adapter, model: &aril::model::Model, embedding: &[half::bf16]) -> Result<Adapter, AdapterError> {
+    /// # fn compare(
+    /// #     mut adapter: Adapter, model: &aril::model::Model, embedding: &[half::bf16],
+    /// # ) -> Result<Adapter, AdapterError> {
     /// adapter.compare_base_weights(|weight| -> Result<bool, AdapterError> {
     ///     let values = weight.tensor().to_f32();
     ///     let same = values.iter().copied().map(half::bf16::from_f32).eq(embedding.iter().copied());

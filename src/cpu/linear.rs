@@ -76,7 +76,9 @@ impl LoraLinear {
     ///
     /// ```
     /// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
-    /// # fn run(layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2]) -> Result<(), OperandError> {
+    /// # fn run(
+    /// #     layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2],
+    /// # ) -> Result<(), OperandError> {
     /// let [first, second] = y;
     /// layers[0].shrink(step, x)?.expand(first)?;
     /// layers[1].shrink(step, x)?.expand(second)
@@ -85,7 +87,9 @@ impl LoraLinear {
     ///
     /// ```compile_fail,E0499
     /// # use aril::{cpu::{LoraLinear, Matrix, MatrixMut, Step}, error::OperandError};
-    /// # fn run(layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2]) -> Result<(), OperandError> {
+    /// # fn run(
+    /// #     layers: &[LoraLinear; 2], step: &mut Step<'_>, x: Matrix<'_, f32>, y: [MatrixMut<'_, f32>; 2],
+    /// # ) -> Result<(), OperandError> {
     /// let [first, second] = y;
     /// let shrunk = layers[0].shrink(step, x)?;
     /// layers[1].shrink(step, x)?.expand(second)?;

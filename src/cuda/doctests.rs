@@ -5,7 +5,9 @@
 /// ```no_run
 /// # use aril::cuda::*;
 /// # use cudarc::driver::CudaSlice;
-/// # fn run(layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>) -> Result<(), LaunchError> {
+/// # fn run(
+/// #     layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>,
+/// # ) -> Result<(), LaunchError> {
 /// layer.add_delta(step, Matrix::new(x, 1, 8)?, MatrixMut::new(y, 1, 8)?)
 /// # }
 /// ```
@@ -13,7 +15,9 @@
 /// ```compile_fail,E0308
 /// # use aril::cuda::*;
 /// # use cudarc::driver::CudaSlice;
-/// # fn run(layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>) -> Result<(), LaunchError> {
+/// # fn run(
+/// #     layer: &LoraLinear, step: &mut Step<'_>, x: &CudaSlice<f32>, y: &mut CudaSlice<f32>,
+/// # ) -> Result<(), LaunchError> {
 /// layer.add_delta(step, MatrixMut::new(y, 1, 8)?, Matrix::new(x, 1, 8)?)
 /// # }
 /// ```
@@ -117,7 +121,8 @@ struct UpdatedUnderReplay;
 /// ```no_run
 /// # use aril::{cuda::*, routing::Batch};
 /// # fn run(
-/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace, ids: &Buffer<i32>,
+/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace,
+/// #     ids: &Buffer<i32>,
 /// # ) -> Result<(), LaunchError> {
 /// let batch = routing.update(&Batch::new(&[]))?;
 /// let mut step = weights.step(&batch, workspace)?;
@@ -131,7 +136,8 @@ struct UpdatedUnderReplay;
 /// ```compile_fail,E0499
 /// # use aril::{cuda::*, routing::Batch};
 /// # fn run(
-/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace, ids: &Buffer<i32>,
+/// #     weights: &WeightTable, routing: &mut Routing, grouping: &mut Grouping, workspace: &mut Workspace,
+/// #     ids: &Buffer<i32>,
 /// # ) -> Result<(), LaunchError> {
 /// let batch = routing.update(&Batch::new(&[]))?;
 /// let mut step = weights.step(&batch, workspace)?;
@@ -234,7 +240,9 @@ struct KeptStep;
 ///
 /// ```no_run
 /// # use aril::cuda::*;
-/// # fn capture(weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2]) -> Result<Graph, LaunchError> {
+/// # fn capture(
+/// #     weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2],
+/// # ) -> Result<Graph, LaunchError> {
 /// let [first, second] = workspaces;
 /// weights.capture(routing, 8, first, |step| {
 ///     weights.capture::<LaunchError>(routing, 8, second, |other| {
@@ -248,7 +256,9 @@ struct KeptStep;
 ///
 /// ```compile_fail
 /// # use aril::cuda::*;
-/// # fn capture(weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2]) -> Result<Graph, LaunchError> {
+/// # fn capture(
+/// #     weights: &WeightTable, routing: &Routing, workspaces: [&mut Workspace; 2],
+/// # ) -> Result<Graph, LaunchError> {
 /// let [first, second] = workspaces;
 /// weights.capture(routing, 8, first, |step| {
 ///     weights.capture::<LaunchError>(routing, 8, second, |other| {

@@ -93,8 +93,9 @@ pub enum LaunchError {
     /// The stream is `CU_STREAM_PER_THREAD`, which names another stream on each thread. Its order would not cover the
     /// uses of an object on two threads.
     #[error(
-        "the per-thread default stream is another stream on each thread; create one with cudarc's `CudaContext::new_stream`, \
-         or in candle the device with `Device::new_cuda_with_stream` instead of `Device::new_cuda`"
+        "the per-thread default stream is another stream on each thread; create one with cudarc's \
+         `CudaContext::new_stream`, or in candle the device with `Device::new_cuda_with_stream` instead of \
+         `Device::new_cuda`"
     )]
     PerThreadStream,
     /// The kernels do not support the layer or the capacity.

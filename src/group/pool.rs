@@ -503,7 +503,8 @@ impl<R: Ranks, B: Backend<Source = Source>> GroupPool<R, B> {
     /// ranks call this, and give as many slots; of the sizes of their tiers, the smallest count.
     ///
     /// ```
-    /// # use aril::{DType, cpu, group::{GroupPool, InProcess, Ranks}, model::Model, plan::Capacity, pool::{PoolConfig, PoolError}};
+    /// # use aril::{DType, cpu, group::{GroupPool, InProcess, Ranks}, model::Model, plan::Capacity};
+    /// # use aril::pool::{PoolConfig, PoolError};
     /// # fn rank(ranks: InProcess, model: &Model, capacity: Capacity) -> Result<(), PoolError> {
     /// let pool = cpu::AdapterPool::new(model, DType::BF16, capacity, PoolConfig::arena_bytes(1 << 30))?;
     /// let mut pool = GroupPool::new(ranks, pool)?;

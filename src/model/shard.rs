@@ -33,7 +33,8 @@ macro_rules! id {
         }
 
         impl Model {
-            #[doc = concat!("The ", $what, " place in the model, or `None` if the id belongs to another [`ModelSpec`](super::ModelSpec).")]
+            #[doc = concat!("The ", $what, " place in the model, or `None` if the id belongs to another")]
+            /// [`ModelSpec`](super::ModelSpec).
             pub fn $get(&self, id: $id) -> Option<&$site> {
                 if id.spec == self.0.id.spec { self.0.$field.get(id.index) } else { None }
             }

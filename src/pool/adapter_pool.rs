@@ -273,7 +273,8 @@ impl<B: Backend> AdapterPool<B> {
     ///
     /// ```
     /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
-    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// # use std::error::Error;
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn Error>> {
     /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
     /// println!("{}", step.num_tokens());
     /// pool.end_step(StreamId::FIRST)?;
@@ -283,7 +284,8 @@ impl<B: Backend> AdapterPool<B> {
     ///
     /// ```compile_fail,E0502
     /// # use aril::{cpu::{AdapterPool, Workspace}, pool::StreamId, routing::Batch};
-    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn std::error::Error>> {
+    /// # use std::error::Error;
+    /// # fn step(pool: &mut AdapterPool, batch: &Batch<'_>, workspace: &mut Workspace) -> Result<(), Box<dyn Error>> {
     /// let step = pool.step(StreamId::FIRST, batch, workspace)?;
     /// pool.end_step(StreamId::FIRST)?;
     /// println!("{}", step.num_tokens());

@@ -123,9 +123,9 @@ impl<'a> Source<'a> {
         let stacked = |rank| (a, b) == (&[num_experts, rank, input][..], &[num_experts, output, rank][..]);
         let transposed = |rank| (a, b) == (&[num_experts, input, rank][..], &[num_experts, rank, output][..]);
         match (a.get(1).is_some_and(|rank| stacked(*rank)), a.get(2).is_some_and(|rank| transposed(*rank))) {
-            (true, true) => {
-                Err(self.ambiguous("if they are [experts, rank, in] and [experts, out, rank], rename them to `experts.w1` and so on"))
-            }
+            (true, true) => Err(self.ambiguous(
+                "if they are [experts, rank, in] and [experts, out, rank], rename them to `experts.w1` and so on",
+            )),
             (true, false) => self.stacked(site, part),
             (false, true) => {
                 let rank = a[2];
@@ -134,8 +134,8 @@ impl<'a> Source<'a> {
                 Ok(Steps { a, a_step: input * rank, b, b_step: rank * output })
             }
             (false, false) => Err(self.misshapen(format!(
-                "[{num_experts}, {input}, rank] and [{num_experts}, rank, {output}], or [{num_experts}, rank, {input}] and \
-                 [{num_experts}, {output}, rank]"
+                "[{num_experts}, {input}, rank] and [{num_experts}, rank, {output}], or \
+                 [{num_experts}, rank, {input}] and [{num_experts}, {output}, rank]"
             ))),
         }
     }

@@ -85,9 +85,9 @@ impl<T> Buffer<T> {
     ///
     /// ```no_run
     /// # use aril::cuda::*;
-    /// fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, activations: &mut Buffer<f32>) -> Result<(), LaunchError> {
+    /// fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, both: &mut Buffer<f32>) -> Result<(), LaunchError> {
     ///     let tokens = step.num_tokens();
-    ///     let (x, y) = activations.split_at_mut(tokens * 4096);
+    ///     let (x, y) = both.split_at_mut(tokens * 4096);
     ///     layer.add_delta(step, Matrix::new(x.as_view(), tokens, 4096)?, MatrixMut::new(y, tokens, 1024)?)
     /// }
     /// ```
@@ -143,7 +143,9 @@ impl<'a, T> From<&'a Buffer<T>> for View<'a, T> {
 /// fn qkv(weights: &WeightTable, id: LinearId, w: Arc<Buffer<bf16>>) -> Result<Qkv, LaunchError> {
 ///     const HIDDEN: usize = 4096;
 ///     let all = View::from(Arc::clone(&w));
-///     let rows = |first: usize, rows: usize| Matrix::new(all.slice(first * HIDDEN..(first + rows) * HIDDEN), rows, HIDDEN);
+///     let rows = |first: usize, rows: usize| {
+///         Matrix::new(all.slice(first * HIDDEN..(first + rows) * HIDDEN), rows, HIDDEN)
+///     };
 ///     let layer = FusedLinear::new(weights, id, [rows(0, 4096)?, rows(4096, 1024)?, rows(5120, 1024)?])?;
 ///     Ok(Qkv { w, layer })
 /// }
@@ -200,7 +202,9 @@ impl<T> ViewMut<'_, T> {
     ///
     /// ```no_run
     /// # use aril::cuda::*;
-    /// # fn add(layers: &[LoraLinear], step: &mut Step<'_>, x: &Buffer<f32>, mut y: ViewMut<'_, f32>) -> Result<(), LaunchError> {
+    /// # fn add(
+    /// #     layers: &[LoraLinear], step: &mut Step<'_>, x: &Buffer<f32>, mut y: ViewMut<'_, f32>,
+    /// # ) -> Result<(), LaunchError> {
     /// for layer in layers {
     ///     layer.add_delta(step, Matrix::new(x, 1, 64)?, MatrixMut::new(y.reborrow(), 1, 64)?)?;
     /// }
