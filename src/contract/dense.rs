@@ -18,7 +18,8 @@ pub(crate) struct Linear {
 }
 
 impl Linear {
-    /// Alignment of the rows of a stack, of y with its columns of v, and of what replaces it, and of each of their rows, in bytes.
+    /// Alignment of the rows of a stack, of y with its columns of v, and of what replaces it, and of each of their
+    /// rows, in bytes.
     #[cfg(feature = "cuda")]
     pub(crate) const STACKED_ALIGNMENT_BYTES: usize = 16;
 

@@ -48,7 +48,8 @@ impl Experts {
         Ok(Self { model: model.id(), site, plan })
     }
 
-    /// With a router's choice of `top_k` experts for each of `num_tokens` tokens. `out` is that of an operation that does not write `y`.
+    /// With a router's choice of `top_k` experts for each of `num_tokens` tokens. `out` is that of an operation that
+    /// does not write `y`.
     pub(crate) fn check(
         &self,
         step: StepShape,

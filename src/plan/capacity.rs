@@ -21,8 +21,9 @@ use crate::{model::MAX_RANK, sizes::product};
 pub struct Capacity {
     /// Tokens per batch: the most rows that a layer of a step has. A longer batch is refused.
     ///
-    /// With chunked prefill, the token budget of a step (vLLM's `max_num_batched_tokens`), which counts decoded tokens, too. If the
-    /// scheduler bounds prompts alone, that bound plus a token for each running sequence, or as many as speculative decoding proposes.
+    /// With chunked prefill, the token budget of a step (vLLM's `max_num_batched_tokens`), which counts decoded tokens,
+    /// too. If the scheduler bounds prompts alone, that bound plus a token for each running sequence, or as many as
+    /// speculative decoding proposes.
     #[doc(alias = "max_num_batched_tokens")]
     pub max_tokens: usize,
     /// Slots of the weight table, at most [`MAX_SLOTS`].
@@ -34,7 +35,8 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// A capacity for batches of up to `max_tokens` tokens. Set the other bounds, too: they start at zero, which is invalid.
+    /// A capacity for batches of up to `max_tokens` tokens. Set the other bounds, too: they start at zero, which is
+    /// invalid.
     pub const fn tokens(max_tokens: usize) -> Self {
         Self { max_tokens, num_slots: 0, max_rank: 0 }
     }
@@ -81,11 +83,11 @@ impl Capacity {
         self.slots(num_slots)
     }
 
-    /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each slot can leave
-    /// one tile partly filled, as can the tokens without a slot.
+    /// The largest number of tiles in an operation on `num_tokens` tokens. A tile holds tokens of one slot, so each
+    /// slot can leave one tile partly filled, as can the tokens without a slot.
     ///
-    /// A captured launch is replayed with any spread of tokens. It has blocks for all of these tiles, or, where they would be many,
-    /// for some, which then take turns.
+    /// A captured launch is replayed with any spread of tokens. It has blocks for all of these tiles, or, where they
+    /// would be many, for some, which then take turns.
     pub fn max_tiles(&self, num_tokens: usize) -> usize {
         if is_small_m(num_tokens) { self.max_small_tiles(num_tokens) } else { self.max_wide_tiles(num_tokens) }
     }
@@ -139,7 +141,8 @@ impl RouteCapacity {
     /// Returns the capacity if every bound is valid.
     ///
     /// # Errors
-    /// [`PlanError::Limit`] if `max_tokens` or `top_k` is zero, a bound exceeds the kernels' limit, or there are too many routes.
+    /// [`PlanError::Limit`] if `max_tokens` or `top_k` is zero, a bound exceeds the kernels' limit, or there are too
+    /// many routes.
     pub fn checked(self) -> Result<Self, PlanError> {
         let max_routes = i32::MAX as usize / TOKENS_PER_TILE;
         if self.num_experts > 0 {
@@ -181,8 +184,8 @@ mod tests {
     }
 
     proptest! {
-        /// A batch has as many slots as segments, and its tiles are within the bounds: with base tokens, slots outside the table, and
-        /// tokens of a slot that follow each other or do not.
+        /// A batch has as many slots as segments, and its tiles are within the bounds: with base tokens, slots outside
+        /// the table, and tokens of a slot that follow each other or do not.
         #[test]
         fn a_batch_has_the_slots_of_its_tokens(
             num_slots in 1..=MAX_SLOTS,

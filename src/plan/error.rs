@@ -14,8 +14,9 @@ pub enum PlanError {
         /// Minor compute capability of the device.
         minor: i32,
     },
-    /// The layer id belongs to another model than the weights. Ids belong to the one [`ModelSpec`](crate::model::ModelSpec) object
-    /// that they were added to, even if another one describes equal layers.
+    /// The layer id belongs to another model than the weights. Ids belong to the one
+    /// [`ModelSpec`](crate::model::ModelSpec) object that they were added to, even if another one describes equal
+    /// layers.
     #[error(
         "the layer id and the weights belong to different models: an id belongs to the one `ModelSpec` object that it was \
          added to"

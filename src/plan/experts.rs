@@ -73,16 +73,18 @@ pub(crate) enum Inputs {
     InFront,
     /// All work but the base operation in front.
     Complete,
-    /// All work but the base operation in front and the activation before that, so many blocks of which announce their ends.
+    /// All work but the base operation in front and the activation before that, so many blocks of which announce their
+    /// ends.
     Announced(i32),
 }
 
 impl ExpertsPlan {
-    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token, on an H100.
+    /// Plans the experts of a layer for batches within `capacity`, with up to [`ExpertsSite::top_k`] experts per token,
+    /// on an H100.
     ///
     /// # Errors
-    /// [`PlanError::NoTopK`] if the site has no number of experts per token, [`PlanError::Limit`] if the kernels do not support a size
-    /// or a bound.
+    /// [`PlanError::NoTopK`] if the site has no number of experts per token, [`PlanError::Limit`] if the kernels do not
+    /// support a size or a bound.
     pub fn new(site: &ExpertsSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         let capacity = capacity.checked()?;
         let (num_experts, top_k) = (site.held().len(), site.top_k());
@@ -105,7 +107,8 @@ impl ExpertsPlan {
         Ok(Self { dtype, capacity, top_k, gate_up, down })
     }
 
-    /// The same experts on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
+    /// The same experts on another device, whose multiprocessors the grids fill. Neither the results nor the workspace
+    /// depend on it.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
         let device = device.sizable();
@@ -154,8 +157,8 @@ impl ExpertsPlan {
 impl ProjectionPlan {
     /// Workspace for a batch of `num_tokens` tokens with `top_k` experts each.
     pub fn workspace_bytes_for(&self, num_tokens: usize, top_k: usize) -> WorkspaceBytes {
-        // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags each sum. The
-        // partials of operations with wide tiles do not.
+        // Rows of sums: one per route, and one per token where the routes of a token may share them. The mailbox tags
+        // each sum. The partials of operations with wide tiles do not.
         let routes = product(&[num_tokens, top_k]);
         let rows = routes.saturating_add(if self.from_tokens { num_tokens } else { 0 });
         let ranks = self.capacity.max_rank.next_multiple_of(RANK_TILE);
@@ -164,13 +167,14 @@ impl ProjectionPlan {
         WorkspaceBytes { mailbox: WorkspaceBytes::mailbox_of(sums), partials }
     }
 
-    /// Whether the operations that add or write deltas may use wide tiles, with separate launches for shrink and expand.
+    /// Whether the operations that add or write deltas may use wide tiles, with separate launches for shrink and
+    /// expand.
     fn is_wide(&self, num_routes: usize) -> bool {
         GroupedBy::of(num_routes) == GroupedBy::Kernel && is_staged(self.capacity.max_rank) && !self.interleaved
     }
 
-    /// Whether the fused operation (`activate` for gate-up, `combine` for down) is faster for this many routes than adding the
-    /// delta and then running the engine's own kernel.
+    /// Whether the fused operation (`activate` for gate-up, `combine` for down) is faster for this many routes than
+    /// adding the delta and then running the engine's own kernel.
     pub fn prefers_fused(&self, num_routes: usize) -> bool {
         !self.is_wide(num_routes)
     }
@@ -187,7 +191,8 @@ impl ProjectionPlan {
         } else {
             0
         };
-        // Expand divides its work by range of outputs, and by tile of routes and slice, by tile for all slices, or by token.
+        // Expand divides its work by range of outputs, and by tile of routes and slice, by tile for all slices, or by
+        // token.
         let by_tile_and_slice = form.0 < ffi::aril_experts_form::ARIL_ACTIVATE.0;
         let (expand_tiles, outs, slices, warp_bytes) = match form {
             ffi::aril_experts_form::ARIL_ACTIVATE => (tiles, MIN_OUTS_PER_WARP, 1, shared_memory::ACTIVATE_WARP),
@@ -274,8 +279,8 @@ impl ProjectionPlan {
         if fit { outs } else { OUT_TILE }
     }
 
-    /// The largest number of tiles in `num_routes` routes. Each pair of a slot and an expert can leave one tile partly filled, as
-    /// can the routes without a slot and the routes that are not local.
+    /// The largest number of tiles in `num_routes` routes. Each pair of a slot and an expert can leave one tile partly
+    /// filled, as can the routes without a slot and the routes that are not local.
     #[cfg(any(feature = "cuda", test))]
     fn max_tiles(&self, size: usize, num_routes: usize) -> usize {
         let groups = self.num_experts * self.capacity.num_slots + 2;
@@ -325,7 +330,8 @@ mod tests {
     }
 
     proptest! {
-        /// However the routes are spread over experts and slots, those without a slot and those that are not local among them.
+        /// However the routes are spread over experts and slots, those without a slot and those that are not local
+        /// among them.
         #[test]
         fn max_tiles_bounds_every_spread_and_is_reached(
             (num_experts, num_slots) in (1..6_usize, 1..6_usize),
@@ -433,8 +439,8 @@ mod tests {
         }
     }
 
-    /// Rank tiles of a warpgroup, warpgroups, and bytes of shrink and of expand, of gate_up and then of down. A warpgroup need not have
-    /// room for a slice, as it must in a linear layer.
+    /// Rank tiles of a warpgroup, warpgroups, and bytes of shrink and of expand, of gate_up and then of down. A
+    /// warpgroup need not have room for a slice, as it must in a linear layer.
     #[test]
     fn blocks_of_wide_tiles_are_those_that_were_measured() {
         let blocks = |rank: usize, device: Device| {
@@ -473,8 +479,8 @@ mod tests {
         assert_eq!(outs(17, 227), 64);
     }
 
-    /// Shared memory of blocks on route tiles of Qwen3-30B-A3B at rank 16 and 64: what shrink needs, more where one block sorts the routes,
-    /// and by the kernel beyond.
+    /// Shared memory of blocks on route tiles of Qwen3-30B-A3B at rank 16 and 64: what shrink needs, more where one
+    /// block sorts the routes, and by the kernel beyond.
     #[test]
     fn blocks_of_route_tiles_have_what_they_need() {
         let bytes = |rank, tokens, form| {
@@ -490,7 +496,8 @@ mod tests {
         }
     }
 
-    /// An activation of few routes beside the base operation announces its ends, and the combine behind it waits for as many.
+    /// An activation of few routes beside the base operation announces its ends, and the combine behind it waits for as
+    /// many.
     #[test]
     fn only_activations_beside_the_base_announce_their_ends() {
         let plan = plan(Experts::new("m", 128, 2048, 768).top_k(8), Capacity::tokens(4096).slots(4).rank(16));

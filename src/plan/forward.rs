@@ -44,12 +44,12 @@ pub struct ForwardPlan {
 const FIRST_RING_TOKENS: usize = 8;
 
 impl ForwardPlan {
-    /// Plans a layer for batches within `capacity`, of up to [`max_tokens`](Self::max_tokens) tokens, on an H100 or H200. [`on`](Self::on)
-    /// plans it for another device.
+    /// Plans a layer for batches within `capacity`, of up to [`max_tokens`](Self::max_tokens) tokens, on an H100 or
+    /// H200. [`on`](Self::on) plans it for another device.
     ///
     /// # Errors
-    /// If no kernel takes the element type, the shape or the bounds: `f32`, `in_features` that are not a multiple of 8, or a fully
-    /// sharded layer.
+    /// If no kernel takes the element type, the shape or the bounds: `f32`, `in_features` that are not a multiple of 8,
+    /// or a fully sharded layer.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         if site.exchange().is_some() {
             return Err(PlanError::FullySharded);
@@ -70,11 +70,12 @@ impl ForwardPlan {
             .on(Device::H100)
     }
 
-    /// The same layer on another device. Where shared memory is short, batches have fewer tokens, and blocks take their rows in more passes.
+    /// The same layer on another device. Where shared memory is short, batches have fewer tokens, and blocks take their
+    /// rows in more passes.
     ///
     /// # Errors
-    /// [`PlanError::ComputeCapability`] and [`PlanError::SharedMemory`] if the device has no fused linear of the layer. Use a GEMM and
-    /// `add_delta`.
+    /// [`PlanError::ComputeCapability`] and [`PlanError::SharedMemory`] if the device has no fused linear of the layer.
+    /// Use a GEMM and `add_delta`.
     pub fn on(self, device: Device) -> Result<Self, PlanError> {
         let Device { compute_capability: (major, minor), shared_bytes, multiprocessors, .. } = device.sizable();
         if !Self::is_for((major, minor)) {
@@ -111,8 +112,8 @@ impl ForwardPlan {
         major >= 9
     }
 
-    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has shared memory for.
-    /// A larger batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
+    /// The most tokens of a batch: the capacity's, up to [`MAX_FORWARD_TOKENS`] and to what the device has shared
+    /// memory for. A larger batch is for a GEMM of the engine's and `add_delta`, which sum up in another order.
     pub fn max_tokens(&self) -> usize {
         let with_rings = (FIRST_RING_TOKENS << self.rings.len()) / 2;
         self.capacity.max_tokens.min(MAX_FORWARD_TOKENS).min(with_rings)
@@ -156,7 +157,8 @@ impl ForwardPlan {
         self.workspace_bytes_for(self.max_tokens())
     }
 
-    /// Blocks that share a row's input features. A function of the layer's shape alone, because the order of sums depends on it.
+    /// Blocks that share a row's input features. A function of the layer's shape alone, because the order of sums
+    /// depends on it.
     pub fn splits(&self) -> usize {
         self.splits
     }
@@ -246,8 +248,9 @@ mod tests {
         Device { shared_bytes: kilobytes << 10, ..Device::H100 }
     }
 
-    /// qkv, o, gate_up and down of Qwen3-0.6B, 8B and 32B, at ranks 16 and 64: the most tokens with 99, 163 and 227 KB (0: no fused
-    /// linear), and, with 227 KB, stages with 8 tokens, stages and their boxes with 32, and the most shared memory.
+    /// qkv, o, gate_up and down of Qwen3-0.6B, 8B and 32B, at ranks 16 and 64: the most tokens with 99, 163 and 227 KB
+    /// (0: no fused linear), and, with 227 KB, stages with 8 tokens, stages and their boxes with 32, and the most
+    /// shared memory.
     #[test]
     fn batches_have_as_many_tokens_as_fit() {
         type Layer = (usize, &'static [usize], [usize; 3], i32, [i32; 2], usize);

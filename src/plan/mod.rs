@@ -1,8 +1,8 @@
 //! Launch configurations, from shapes and upper bounds alone.
 //!
-//! Making a plan needs no device, and equal inputs give equal plans. The plan of a launch is a value of `csrc/aril.h` (`aril_linear_plan`
-//! and so on), which the `.cu` files check and launch. Tile sizes come from there, too, so that a plan always matches the kernels that it
-//! is for.
+//! Making a plan needs no device, and equal inputs give equal plans. The plan of a launch is a value of `csrc/aril.h`
+//! (`aril_linear_plan` and so on), which the `.cu` files check and launch. Tile sizes come from there, too, so that a
+//! plan always matches the kernels that it is for.
 
 mod capacity;
 mod error;
@@ -43,9 +43,11 @@ use crate::sizes::product;
 pub struct Device {
     /// Major and minor compute capability.
     pub compute_capability: (i32, i32),
-    /// Multiprocessors: `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`. Grids of linear layers and experts are sized for so many.
+    /// Multiprocessors: `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`. Grids of linear layers and experts are sized for so
+    /// many.
     pub multiprocessors: usize,
-    /// The most shared memory that a thread block may have, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`.
+    /// The most shared memory that a thread block may have, in bytes:
+    /// `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN`.
     pub shared_bytes: usize,
     /// Shared memory of a multiprocessor, in bytes: `CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR`.
     pub shared_bytes_per_multiprocessor: usize,
@@ -90,8 +92,8 @@ pub(crate) fn int(value: usize) -> i32 {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct WorkspaceBytes {
-    /// Mailboxes between the blocks of one launch: partial sums of `A x`, each tagged with its launch. The memory must be zero
-    /// before its first use, and only the kernels may write it.
+    /// Mailboxes between the blocks of one launch: partial sums of `A x`, each tagged with its launch. The memory must
+    /// be zero before its first use, and only the kernels may write it.
     pub mailbox: usize,
     /// Partial sums of `A x` that one launch leaves for the next. The memory may hold anything.
     pub partials: usize,

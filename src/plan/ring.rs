@@ -1,5 +1,5 @@
-//! How a thread block of a fused linear divides its shared memory: a ring of stages, which copies of W and `x` fill ahead, and behind
-//! it what else the block needs. No result depends on it.
+//! How a thread block of a fused linear divides its shared memory: a ring of stages, which copies of W and `x` fill
+//! ahead, and behind it what else the block needs. No result depends on it.
 
 use super::{
     int,
@@ -32,15 +32,17 @@ const SUM_RANKS: usize = 64;
 /// The most bytes of v at once.
 const MAX_V_BYTES: usize = 16 << 10;
 
-/// With more than 8 tokens, a ring holds at most this share of a block's stream: its loads in flight delay loads of A and B. Blocks of
-/// fewer tokens request A first (`requests_a_first` of `csrc/linear/fused/layout.cuh`). (H200, decode steps of Qwen3-8B without adapters at
-/// 1 and 8 tokens: 1 % less with all that fits and A first. At 16 tokens of 8 adapters: 0.7 % more with all that fits, 2 % with A first.)
+/// With more than 8 tokens, a ring holds at most this share of a block's stream: its loads in flight delay loads of A
+/// and B. Blocks of fewer tokens request A first (`requests_a_first` of `csrc/linear/fused/layout.cuh`). (H200, decode
+/// steps of Qwen3-8B without adapters at 1 and 8 tokens: 1 % less with all that fits and A first. At 16 tokens of 8
+/// adapters: 0.7 % more with all that fits, 2 % with A first.)
 const MAX_SHARE: usize = 4;
-/// A larger ring delays the last loads of the launch before. (H200, chain of layers without adapters: 1 % slower with all of shared
-/// memory.)
+/// A larger ring delays the last loads of the launch before. (H200, chain of layers without adapters: 1 % slower with
+/// all of shared memory.)
 const MAX_RING_BYTES: usize = 176 << 10;
-/// With up to 8 tokens, this share of the stages is requested only when A has been found. (H200, decode steps of Qwen3-8B and 30B-A3B at 1
-/// and 8 tokens: 0.1 to 1.3 % less than with all stages at once; with half of them, and with 16 tokens, more.)
+/// With up to 8 tokens, this share of the stages is requested only when A has been found. (H200, decode steps of
+/// Qwen3-8B and 30B-A3B at 1 and 8 tokens: 0.1 to 1.3 % less than with all stages at once; with half of them, and with
+/// 16 tokens, more.)
 const HELD_BACK: usize = 4;
 /// Stages that a ring needs to load ahead of the multipliers, and the fewest.
 const GOOD_STAGES: usize = 4;
@@ -87,8 +89,8 @@ impl Grid {
     }
 }
 
-/// As many stages as fit in the shared memory of a block, of two boxes or, if these are too few, of one: for batches of up to 8
-/// `token_tiles` tokens. Otherwise how many bytes the block would need.
+/// As many stages as fit in the shared memory of a block, of two boxes or, if these are too few, of one: for batches of
+/// up to 8 `token_tiles` tokens. Otherwise how many bytes the block would need.
 pub(super) fn ring(grid: &Grid, token_tiles: usize, shared_bytes: usize) -> Result<ffi::aril_forward_ring, usize> {
     for stage_boxes in (1..=STEP_BOXES).rev() {
         let stage_bytes = grid.stage_bytes(token_tiles, stage_boxes);

@@ -34,8 +34,8 @@ fn b(outs: usize, max_rank: usize) -> usize {
 pub(super) const ACTIVATE_WARP: usize = ffi::ARIL_ACTIVATE_WARP_BYTES as usize;
 pub(super) const COMBINE_WARP: usize = ffi::ARIL_COMBINE_WARP_BYTES as usize;
 
-/// A warp that adds or writes so many outputs of tiles of routes: two stages of B and y, and the terms of v of steps that it does not keep in
-/// registers (`ExpandStages` of `csrc/moe/expand.cuh`).
+/// A warp that adds or writes so many outputs of tiles of routes: two stages of B and y, and the terms of v of steps
+/// that it does not keep in registers (`ExpandStages` of `csrc/moe/expand.cuh`).
 pub(super) fn expand_warp(dtype: DType, max_rank: usize, outs: usize) -> usize {
     const MOST_RANK_TILES: usize = 6;
     const UNIT: usize = OUT_UNIT * RANK_TILE * ELEM;
@@ -48,9 +48,9 @@ pub(super) fn expand_warp(dtype: DType, max_rank: usize, outs: usize) -> usize {
     2 * stage + steps * TERMS * ROUTES_PER_TILE * RANKS_PER_STEP * ELEM
 }
 
-/// A block on route tiles, whose warps expand with so much each. With so many routes of experts that the first operation groups, all
-/// operations ask for the memory of the sort, whether they sort or not: otherwise the multiprocessors would divide their memory anew
-/// between launches.
+/// A block on route tiles, whose warps expand with so much each. With so many routes of experts that the first
+/// operation groups, all operations ask for the memory of the sort, whether they sort or not: otherwise the
+/// multiprocessors would divide their memory anew between launches.
 pub(super) fn route_tiles(warp_bytes: usize, sorted: Option<(usize, usize)>) -> usize {
     const SHRINK: usize = ffi::ARIL_EXPERTS_SHRINK_BYTES as usize;
     const LOCAL_TILES: usize = ffi::ARIL_LOCAL_TILES_BYTES as usize;
@@ -83,7 +83,8 @@ pub(super) fn in_place_expand(max_rank: usize) -> usize {
     terms(TOKENS_PER_TILE, max_rank)
 }
 
-/// Warpgroups of so many rank tiles that shrink a wide tile, up to `most` and as far as the device has room, and what they need.
+/// Warpgroups of so many rank tiles that shrink a wide tile, up to `most` and as far as the device has room, and what
+/// they need.
 pub(super) fn wide_shrink(rank_tiles: usize, most: usize, device: Device) -> (usize, usize) {
     let bytes = |warpgroups: usize| (WIDE_TILE + warpgroups * rank_tiles * RANK_TILE) * K_TILE * ELEM;
     let warpgroups = (2..=most).rev().find(|&warpgroups| bytes(warpgroups) <= of_block(device)).unwrap_or(1);
@@ -102,9 +103,9 @@ pub(super) fn wide_silu_mul(max_rank: usize, device: Device) -> Option<usize> {
     in_stages(2 * terms(WIDE_TILE, max_rank), stage, device)
 }
 
-/// The terms of v, and a ring of two stages, or as much of it as leaves room for another block on the multiprocessor: two blocks with one
-/// stage are faster than one with two, and lower ranks than the table's have more stages in as many bytes. Otherwise as much as there is.
-/// Nothing if a block has no room for one stage.
+/// The terms of v, and a ring of two stages, or as much of it as leaves room for another block on the multiprocessor:
+/// two blocks with one stage are faster than one with two, and lower ranks than the table's have more stages in as many
+/// bytes. Otherwise as much as there is. Nothing if a block has no room for one stage.
 fn in_stages(v: usize, stage: usize, device: Device) -> Option<usize> {
     let share = [2, 1].map(|blocks| share(blocks, device)).into_iter().find(|&share| v + stage <= share)?;
     Some((v + 2 * stage).min(share))

@@ -1,8 +1,9 @@
 //! Every number that a plan decides by, and the questions that plans ask of them.
 //!
-//! Limits and tile shapes are those of the kernels, from `csrc/aril.h`. The other thresholds were measured on an H100 SXM; each says
-//! what it was measured against. No result depends on a threshold: every choice is bit-identical. The exception is how many blocks
-//! share a row of a fused linear ([`forward`]), which is a function of the layer's shape alone.
+//! Limits and tile shapes are those of the kernels, from `csrc/aril.h`. The other thresholds were measured on an H100
+//! SXM; each says what it was measured against. No result depends on a threshold: every choice is bit-identical. The
+//! exception is how many blocks share a row of a fused linear ([`forward`]), which is a function of the layer's shape
+//! alone.
 
 use crate::ffi;
 
@@ -35,10 +36,11 @@ pub(super) const OUT_TILE: usize = ffi::ARIL_OUT_TILE as usize;
 /// Shared memory that is reserved for a kernel's static variables, in bytes.
 pub(super) const STATIC_BYTES: usize = ffi::ARIL_STATIC_BYTES as usize;
 
-/// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide tiles. Layers with
-/// much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
+/// Whether a 16-bit linear layer on this many tokens runs as one launch of small tiles, rather than as two of wide
+/// tiles. Layers with much work have wide tiles from fewer tokens on ([`linear::LARGE_M_TOKENS`]).
 ///
-/// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest layer.
+/// With 512 tokens one launch is 1.4 times faster on average. With 2048 it is faster only at rank 16 in the smallest
+/// layer.
 pub(crate) const fn is_small_m(num_tokens: usize) -> bool {
     num_tokens <= SMALL_M
 }
@@ -94,9 +96,10 @@ pub(super) mod linear {
     /// Rank tiles, over all slices, of a shrink block (small_m) and of a warpgroup (large_m).
     pub(in crate::plan) const SMALL_M_RANK_TILES: usize = WARPS / K_TILES_PER_SLAB;
     pub(in crate::plan) const LARGE_M_RANK_TILES: usize = ffi::ARIL_MAX_RANK_TILES as usize;
-    /// The most warpgroups of a shrink block (large_m) of [`LARGE_M_RANK_TILES`] rank tiles each. Where a warpgroup has room for a slice,
-    /// blocks of one are faster, though each reads x, than large ones, which have a multiprocessor for themselves; adapters of lower ranks
-    /// than the table's need few of these blocks (H200, `benches/record/designs.md`).
+    /// The most warpgroups of a shrink block (large_m) of [`LARGE_M_RANK_TILES`] rank tiles each. Where a warpgroup has
+    /// room for a slice, blocks of one are faster, though each reads x, than large ones, which have a multiprocessor
+    /// for themselves; adapters of lower ranks than the table's need few of these blocks (H200,
+    /// `benches/record/designs.md`).
     pub(in crate::plan) const LARGE_M_WARPGROUPS: usize = ffi::ARIL_MAX_WARPGROUPS as usize;
     /// Rank tiles of a warpgroup, for so many of all slices: those of the three kernels.
     pub(in crate::plan) const fn warpgroup_rank_tiles(rank_tiles: usize) -> usize {
@@ -106,8 +109,8 @@ pub(super) mod linear {
             _ => LARGE_M_RANK_TILES,
         }
     }
-    /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank tiles. A block of
-    /// more warpgroups has it to itself.
+    /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank
+    /// tiles. A block of more warpgroups has it to itself.
     pub(in crate::plan) const fn resident_shrink(rank_tiles: usize) -> usize {
         match rank_tiles {
             0..=2 => 5,
@@ -121,7 +124,8 @@ pub(super) mod linear {
         4 * (resident + 1)
     }
     pub(in crate::plan) const SHRINK_START: usize = 10;
-    /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the largest layers.
+    /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the
+    /// largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
 
     /// An expand block computes a multiple of this many outputs of one slice.
@@ -134,33 +138,36 @@ pub(super) mod linear {
         if max_rank <= 40 { 3 } else { 2 }
     }
     pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
-    /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take beside so many
-    /// resident blocks: a model of an H200 (`benches/record/designs.md`, "Waves of blocks").
+    /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take
+    /// beside so many resident blocks: a model of an H200 (`benches/record/designs.md`, "Waves of blocks").
     pub(in crate::plan) const LARGE_M_START: usize = 112;
     pub(in crate::plan) const fn large_m_outs_time(resident: usize) -> usize {
         16 * (resident + 3)
     }
-    /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many slots has thread
-    /// blocks for a batch of few, which take turns on more tiles.
+    /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many
+    /// slots has thread blocks for a batch of few, which take turns on more tiles.
     pub(in crate::plan) const FEW_TILES: usize = 8;
-    /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle (H200,
-    /// `benches/record/designs.md`, "Tables of many slots").
+    /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle
+    /// (H200, `benches/record/designs.md`, "Tables of many slots").
     pub(in crate::plan) const fn most_blocks(multiprocessors: usize) -> usize {
         multiprocessors * 125 / 11
     }
-    /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same table).
+    /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same
+    /// table).
     pub(in crate::plan) const fn turns_blocks(multiprocessors: usize) -> usize {
         multiprocessors * 9 / 2
     }
-    /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the sum of twice the
-    /// input features of each slice and the output features. With 384 and 512 tokens of 2 or 8 adapters, layers with that much take 0.48
-    /// to 1.03 of their time on small tiles, and layers with less 0.83 to 2.0. With 256 tokens, it depends on the number of adapters.
+    /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the
+    /// sum of twice the input features of each slice and the output features. With 384 and 512 tokens of 2 or 8
+    /// adapters, layers with that much take 0.48 to 1.03 of their time on small tiles, and layers with less 0.83 to
+    /// 2.0. With 256 tokens, it depends on the number of adapters.
     pub(in crate::plan) const LARGE_M_TOKENS: usize = 320;
     pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
-    /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
+    /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more
+    /// adapters.
     pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
-    /// Expand blocks shrink until there are this many. On 132 multiprocessors, 264 has a better mean over all workloads than 132, 400 or
-    /// 528.
+    /// Expand blocks shrink until there are this many. On 132 multiprocessors, 264 has a better mean over all workloads
+    /// than 132, 400 or 528.
     pub(in crate::plan) const fn min_expand_blocks(multiprocessors: usize) -> usize {
         2 * multiprocessors
     }
@@ -171,22 +178,24 @@ pub(super) mod experts {
     use super::{GroupedBy, K_TILES_PER_SLAB, OUT_TILE, WARPS};
     use crate::ffi;
 
-    /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at a time.
+    /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at
+    /// a time.
     pub(in crate::plan) const SHRINK_PIECES: usize = WARPS / K_TILES_PER_SLAB;
     pub(in crate::plan) const EXPAND_PIECES: usize = WARPS;
 
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
     pub(in crate::plan) const MIN_OUTS_PER_WARP: usize = ffi::ARIL_OUT_UNIT as usize;
 
-    /// Outputs of one slice that a warp of expand computes, where a block has shared memory for them. Up to rank 16, 128 are up to 6 %
-    /// faster than an output tile, 64, which fits everywhere (`have_room_everywhere` of `csrc/moe/expand.cuh`).
+    /// Outputs of one slice that a warp of expand computes, where a block has shared memory for them. Up to rank 16,
+    /// 128 are up to 6 % faster than an output tile, 64, which fits everywhere (`have_room_everywhere` of
+    /// `csrc/moe/expand.cuh`).
     pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
         if max_rank <= 16 { 128 } else { OUT_TILE }
     }
 
-    /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself, so that both
-    /// are resident at once, and two otherwise: up to 15 % faster each. Beside the base operation in front, expand has two in any case:
-    /// what a warp does behind that operation is shorter.
+    /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself,
+    /// so that both are resident at once, and two otherwise: up to 15 % faster each. Beside the base operation in
+    /// front, expand has two in any case: what a warp does behind that operation is shorter.
     pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy, multiprocessors: usize) -> usize {
         match grouped_by {
             GroupedBy::EachOperation => multiprocessors,
@@ -198,10 +207,11 @@ pub(super) mod experts {
         2 * multiprocessors
     }
 
-    /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or 256.
+    /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or
+    /// 256.
     pub(in crate::plan) const WIDE_OUTS: usize = 1024;
-    /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in work; twice as
-    /// many are no faster, and take longer to find that they have none.
+    /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in
+    /// work; twice as many are no faster, and take longer to find that they have none.
     pub(in crate::plan) const fn max_wide_shrink(multiprocessors: usize) -> usize {
         8 * multiprocessors
     }
@@ -213,8 +223,8 @@ pub(super) mod experts {
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
 
-/// Which mode adds least to a layer on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and 32B, with 8 adapters
-/// and with one for each token).
+/// Which mode adds least to a layer on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and
+/// 32B, with 8 adapters and with one for each token).
 pub(super) mod mode {
     /// The mode is fused where the base weights have so many times the bytes of the adapters' factors:
     ///
@@ -233,8 +243,8 @@ pub(super) mod mode {
         }
     }
 
-    /// With higher ranks, the rows of a stack cost a GEMM of many tokens more than launches for deltas. Of fewer tokens than 32 there is no
-    /// measurement.
+    /// With higher ranks, the rows of a stack cost a GEMM of many tokens more than launches for deltas. Of fewer tokens
+    /// than 32 there is no measurement.
     pub(in crate::plan) const fn is_fastest_stacked(num_tokens: usize, stack_rank: usize) -> bool {
         num_tokens >= 32 && (num_tokens <= 512 || stack_rank <= 32)
     }
@@ -254,12 +264,12 @@ pub(super) mod forward {
     /// Parts of the input features, whose sums of `A x` are handed over; and ranks that are handed over together.
     pub(in crate::plan) const PARTS: usize = ffi::ARIL_FORWARD_PARTS as usize;
     pub(in crate::plan) const RANK_TILE: usize = 16;
-    /// Input features of a box of W or x, and boxes of a stage of the ring; its stages; warps that compute deltas, and what they know of
-    /// the batch; tokens of a segment.
+    /// Input features of a box of W or x, and boxes of a stage of the ring; its stages; warps that compute deltas, and
+    /// what they know of the batch; tokens of a segment.
     pub(in crate::plan) const BOX_FEATURES: usize = ffi::ARIL_FORWARD_BOX_FEATURES as usize;
     pub(in crate::plan) const MAX_STAGES: usize = ffi::ARIL_FORWARD_STAGES as usize;
-    /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 % slower with 8, 3 to 5 %
-    /// with 32.)
+    /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 %
+    /// slower with 8, 3 to 5 % with 32.)
     pub(in crate::plan) const TRIGGER_BOXES: usize = 16;
     /// How often a block polls for another one's sum before it computes the sum itself. Takes about a millisecond.
     #[cfg(feature = "cuda")]

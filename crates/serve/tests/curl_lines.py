@@ -14,7 +14,7 @@ ANSWERS = ["saffron", " saffron.", "Success: LoRA adapter 'quartz' added success
 
 
 def main() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "serve" / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "crates" / "serve" / "README.md").read_text(), re.DOTALL)
     serve = shlex.split(blocks[0].replace("\\\n", " "))
     arguments = serve[serve.index("--") + 1 :]
     lines = blocks[1].strip().splitlines()

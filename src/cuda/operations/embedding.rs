@@ -1,3 +1,5 @@
+//! The operation of an embedding.
+
 #![expect(unsafe_code, reason = "launches kernels")]
 
 use std::ffi::c_void;

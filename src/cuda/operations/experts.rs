@@ -1,3 +1,5 @@
+//! The operations of a layer's experts.
+
 #![expect(unsafe_code, reason = "launches kernels")]
 
 use std::ffi::c_void;
@@ -20,8 +22,8 @@ use crate::{
 
 /// The LoRA operations of one layer's experts.
 ///
-/// The operations are those of [`cpu::LoraExperts`](crate::cpu::LoraExperts), where a table shows which base operation each one
-/// goes with. Those whose names end in `_raw` are for memory and streams that the engine owns.
+/// The operations are those of [`cpu::LoraExperts`](crate::cpu::LoraExperts), where a table shows which base operation
+/// each one goes with. Those whose names end in `_raw` are for memory and streams that the engine owns.
 #[derive(Clone, Debug)]
 #[doc(alias = "FusedMoEWithLoRA")]
 pub struct LoraExperts {
@@ -79,15 +81,15 @@ macro_rules! operation {
 
         #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") on memory that the engine owns.")]
         ///
-        /// The step's workspace has at least [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Enqueues the work, and
-        /// neither allocates nor waits. May be captured in a CUDA graph.
+        /// The step's workspace has at least [`plan().workspace_bytes()`](ExpertsPlan::workspace_bytes). Enqueues the
+        /// work, and neither allocates nor waits. May be captured in a CUDA graph.
         ///
         /// # Errors
         /// [`LaunchError`] if an operand does not match the experts, the step and its routes. Nothing was enqueued.
         ///
         /// # Safety
-        /// As for [`LoraLinear::add_delta_raw`](super::LoraLinear::add_delta_raw), for the routes as for the batch. The routes have
-        /// distinct rows.
+        /// As for [`LoraLinear::add_delta_raw`](super::LoraLinear::add_delta_raw), for the routes as for the batch. The
+        /// routes have distinct rows.
         pub unsafe fn $raw(
             &self,
             step: &raw::Step,
@@ -115,8 +117,8 @@ impl LoraExperts {
     /// [`ExpertsSite::top_k`](crate::model::ExpertsSite::top_k) experts per token.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not called, or the
-    /// kernels do not support a size or the capacity.
+    /// [`PlanError`] if the id belongs to another model, [`Experts::top_k`](crate::model::Experts::top_k) was not
+    /// called, or the kernels do not support a size or the capacity.
     pub fn for_model(
         kernels: &Kernels,
         model: &Model,
@@ -189,8 +191,8 @@ impl LoraExperts {
     /// Enqueues the work, and neither allocates nor waits.
     ///
     /// # Errors
-    /// [`LaunchError`] if an operand does not match the experts, the step and its routes, or the activation requires a gate that
-    /// the experts lack. Nothing was enqueued.
+    /// [`LaunchError`] if an operand does not match the experts, the step and its routes, or the activation requires a
+    /// gate that the experts lack. Nothing was enqueued.
     #[doc(alias = "silu_and_mul")]
     pub fn activate<T: Element>(
         &self,
@@ -204,12 +206,12 @@ impl LoraExperts {
         self.enqueue_to(step, routes, ExpertsForm::Activate(activation), x, y, out)
     }
 
-    /// [`activate`](Self::activate) on memory that the engine owns. Rows of other routes, and of tokens beyond the last update, are
-    /// unchanged.
+    /// [`activate`](Self::activate) on memory that the engine owns. Rows of other routes, and of tokens beyond the last
+    /// update, are unchanged.
     ///
     /// # Errors
-    /// As for [`add_gate_up_delta_raw`](Self::add_gate_up_delta_raw), and [`OperandError::Activation`] if the activation requires a gate
-    /// that the experts lack.
+    /// As for [`add_gate_up_delta_raw`](Self::add_gate_up_delta_raw), and [`OperandError::Activation`] if the
+    /// activation requires a gate that the experts lack.
     ///
     /// # Safety
     /// As for `add_gate_up_delta_raw`, with `out` in the place of `y`, and `y` as an input like `x`.
@@ -297,7 +299,8 @@ impl LoraExperts {
         // The routes have the addresses of the router's choice.
         step.check([x, y, out, ids, weights, rows])?.enqueue(|[x, y, out, ..], stream| {
             (args.x, args.y, args.out) = (x as *const c_void, y as *mut c_void, out as *mut c_void);
-            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The routes belong to the queue, too.
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The routes belong to the
+            // queue, too.
             unsafe { self.run(&args, routes, stream) }
         })
     }

@@ -1,3 +1,5 @@
+//! The halves of a fully sharded linear layer.
+
 #![expect(unsafe_code, reason = "launches kernels")]
 
 use std::ffi::c_void;
@@ -15,9 +17,9 @@ use crate::{
     plan::{Capacity, PlanError, sharded_launch},
 };
 
-/// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine exchanges `v`
-/// with the other ranks, as [`Exchange`](crate::model::Exchange) says. [`cpu::FullyShardedLinear`](crate::cpu::FullyShardedLinear) has
-/// an example.
+/// The LoRA operations of a [fully sharded](crate::model::Shard::fully_sharded) linear layer. Between them, the engine
+/// exchanges `v` with the other ranks, as [`Exchange`](crate::model::Exchange) says.
+/// [`cpu::FullyShardedLinear`](crate::cpu::FullyShardedLinear) has an example.
 #[derive(Clone, Debug)]
 #[doc(alias = "S-LoRA")]
 pub struct FullyShardedLinear {
@@ -37,8 +39,8 @@ impl FullyShardedLinear {
     /// Plans the layer `id` of `model`, for tables of this element type and batches within `capacity`.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, the layer has no [exchange](crate::model::LinearSite::exchange), or the kernels
-    /// do not support a size or the capacity.
+    /// [`PlanError`] if the id belongs to another model, the layer has no
+    /// [exchange](crate::model::LinearSite::exchange), or the kernels do not support a size or the capacity.
     pub fn for_model(
         kernels: &Kernels,
         model: &Model,
@@ -50,11 +52,12 @@ impl FullyShardedLinear {
         Ok(Self { kernels: kernels.clone(), contract })
     }
 
-    /// Enqueues this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements beyond the rank of the
-    /// token's adapter are zero.
+    /// Enqueues this rank's part of `v = A x[t]` for every token `t`: its rows of `v`, or its partial sum. Elements
+    /// beyond the rank of the token's adapter are zero.
     ///
-    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's `max_rank`. In a captured
-    /// step, rows beyond the batch of the last update are unchanged. Neither allocates nor waits.
+    /// `x` is `[tokens, in_features]`, `v` is [`Exchange::sent`](crate::model::Exchange::sent) with the table's
+    /// `max_rank`. In a captured step, rows beyond the batch of the last update are unchanged. Neither allocates nor
+    /// waits.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
@@ -79,10 +82,11 @@ impl FullyShardedLinear {
     ///
     /// # Safety
     /// From this call until the work has run:
-    /// - **Validity.** `x`, `v`, the table and the factors that it points to are device memory of the kernels' context, in their whole
-    ///   extent. The batch's routing has been updated. The stream belongs to that context.
+    /// - **Validity.** `x`, `v`, the table and the factors that it points to are device memory of the kernels' context,
+    ///   in their whole extent. The batch's routing has been updated. The stream belongs to that context.
     /// - **Liveness.** That memory stays mapped.
-    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `v`.
+    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses
+    ///   `v`.
     /// - **Order.** As for [`LoraLinear::add_delta_raw`](super::LoraLinear::add_delta_raw).
     /// - **Context.** The kernels' context is current on this thread. (This is checked.)
     pub unsafe fn shrink_raw(&self, step: &raw::Step, x: raw::MatrixRef, v: raw::MatrixMut) -> Result<(), LaunchError> {
@@ -91,11 +95,11 @@ impl FullyShardedLinear {
         unsafe { self.launch(ffi::aril_sharded_shrink, &args, step.stream) }
     }
 
-    /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of this rank's rows
-    /// of B. All other elements of `y` keep every bit.
+    /// Enqueues `y[t] += scaling · B v`, for every token `t` whose slot has an adapter of this layer, in the columns of
+    /// this rank's rows of B. All other elements of `y` keep every bit.
     ///
-    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the exchange. `y` is
-    /// `[tokens, out_features]`, or a matrix of each slice ([`Slices`]). Neither allocates nor waits.
+    /// `v` is [`Exchange::received`](crate::model::Exchange::received) with the table's `max_rank`, the result of the
+    /// exchange. `y` is `[tokens, out_features]`, or a matrix of each slice ([`Slices`]). Neither allocates nor waits.
     ///
     /// # Errors
     /// As for [`shrink`](Self::shrink).

@@ -1,3 +1,5 @@
+//! A linear layer with its base weight.
+
 #![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::ffi::c_void;
@@ -14,17 +16,18 @@ use crate::{
     plan::ForwardPlan,
 };
 
-/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
-/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0
-/// on.
+/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A
+/// x)`. It supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from
+/// compute capability 9.0 on.
 ///
-/// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8 elements. In a
-/// captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive, and the layer must be older than the capture.
-/// Each launch on cudarc slices costs the events that order them. A shared buffer is not borrowed: see [`View`].
+/// It borrows W and the bias, and reads W in PyTorch's layout: row-major, with a row stride that is a multiple of 8
+/// elements. In a captured step both must be [`Buffer`](crate::cuda::Buffer)s, which the graph keeps alive, and the
+/// layer must be older than the capture. Each launch on cudarc slices costs the events that order them. A shared buffer
+/// is not borrowed: see [`View`].
 ///
 /// A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of more than
-/// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum in another
-/// order and may differ in the last bits.
+/// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](super::LoraLinear). They sum
+/// in another order and may differ in the last bits.
 ///
 /// ```no_run
 /// use aril::{cuda::{Buffer, FusedLinear, LaunchError, Matrix, MatrixMut, Step, WeightTable}, model::LinearId};
@@ -55,13 +58,13 @@ pub struct FusedLinear<'a, T> {
 }
 
 impl<'a, T: Element> FusedLinear<'a, T> {
-    /// Plans the layer `id` of the table's model, for the table's element type and capacity, with a base weight W `[out_features,
-    /// in_features]` for each of its slices. Waits for work enqueued before, which may write W.
+    /// Plans the layer `id` of the table's model, for the table's element type and capacity, with a base weight W
+    /// `[out_features, in_features]` for each of its slices. Waits for work enqueued before, which may write W.
     ///
     /// # Errors
-    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
-    /// slice of the right shape, type and queue with rows aligned to 16 bytes, the kernels do not support the element type, a size
-    /// or the capacity, or the stream is being captured.
+    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is
+    /// not one W per slice of the right shape, type and queue with rows aligned to 16 bytes, the kernels do not support
+    /// the element type, a size or the capacity, or the stream is being captured.
     pub fn new(
         weights: &WeightTable,
         id: LinearId,
@@ -100,12 +103,13 @@ impl<'a, T: Element> FusedLinear<'a, T> {
 
     #[doc = doc_of!(fused_linear_forward)]
     ///
-    /// The rows of `x` are aligned to 16 bytes. In a captured step, rows beyond the last update have no adapter. Enqueues the work,
-    /// and neither allocates nor waits.
+    /// The rows of `x` are aligned to 16 bytes. In a captured step, rows beyond the last update have no adapter.
+    /// Enqueues the work, and neither allocates nor waits.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step, or the step has more than
-    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. [`LaunchError::CreatedInCapture`]. Nothing was enqueued.
+    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens. [`LaunchError::CreatedInCapture`]. Nothing was
+    /// enqueued.
     pub fn forward<'y>(
         &self,
         step: &mut Step<'_>,
@@ -157,9 +161,10 @@ impl<'a, T: Element> FusedLinear<'a, T> {
             raw::FusedLinear::check_x(x)?;
             args.x = x as *const c_void;
             args.y = self.raw.places_at(std::array::from_fn(|slice| rest[slice]), &shapes);
-            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The kernel may read W and the bias before
-            // the one in front of it ends, which does not write them: what wrote them has run (`wait_for`), and nothing writes them while
-            // they are borrowed, except graphs that were captured before. A graph ends before the next kernel starts.
+            // SAFETY: the operands fit the plan (checked), and are as `Checked::enqueue` says. The kernel may read W
+            // and the bias before the one in front of it ends, which does not write them: what wrote them has run
+            // (`wait_for`), and nothing writes them while they are borrowed, except graphs that were captured before. A
+            // graph ends before the next kernel starts.
             unsafe { self.raw.launch(&args, stream) }
         })
     }

@@ -1,3 +1,5 @@
+//! The routes of a layer, grouped by expert and slot.
+
 #![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::{
@@ -21,7 +23,8 @@ use crate::{
     routing::WeightsOn,
 };
 
-/// Groups a layer's routes by expert and slot on the device. Layers may share a grouping; each updates it for its operations.
+/// Groups a layer's routes by expert and slot on the device. Layers may share a grouping; each updates it for its
+/// operations.
 #[derive(Debug)]
 pub struct Grouping {
     raw: raw::Grouping,
@@ -36,8 +39,8 @@ pub(in crate::cuda) struct Groups {
     replays: AtomicU64,
 }
 
-/// The routes of the last update of a [`Grouping`] in a step. Borrows the grouping, so that it cannot be updated meanwhile, and the
-/// step's routing, so that no other batch takes the place of the step's.
+/// The routes of the last update of a [`Grouping`] in a step. Borrows the grouping, so that it cannot be updated
+/// meanwhile, and the step's routing, so that no other batch takes the place of the step's.
 #[derive(Debug)]
 pub struct GroupedRoutes<'g, 's> {
     pub(in crate::cuda) raw: raw::GroupedRoutes,
@@ -58,18 +61,18 @@ impl Grouping {
     /// [`LaunchError`] if a bound of the capacity is invalid, or device memory is exhausted.
     pub fn new(queue: &Queue, capacity: RouteCapacity) -> Result<Self, LaunchError> {
         let region = Region::new(queue, raw::Grouping::device_bytes(capacity)?)?;
-        // SAFETY: the memory is zero. This type owns it, uses it on one stream only, and frees it in that stream's order. Graphs that
-        // read it keep it alive.
+        // SAFETY: the memory is zero. This type owns it, uses it on one stream only, and frees it in that stream's
+        // order. Graphs that read it keep it alive.
         let raw = unsafe { raw::Grouping::new(queue.kernels(), capacity, region.region()) }?;
         Ok(Self { raw, memory: Arc::new(Groups { region, replays: AtomicU64::new(0) }) })
     }
 
-    /// Sets the router's choice for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few by the
-    /// operations that use them.
+    /// Sets the router's choice for the tokens of a step. Many routes are grouped by a kernel that this enqueues, few
+    /// by the operations that use them.
     ///
     /// # Errors
-    /// [`LaunchError`] if `top_k` and the step differ in their number of tokens or exceed the capacity, or an operand belongs to
-    /// another context or stream. Nothing was enqueued.
+    /// [`LaunchError`] if `top_k` and the step differ in their number of tokens or exceed the capacity, or an operand
+    /// belongs to another context or stream. Nothing was enqueued.
     pub fn update<'g, 's>(
         &'g mut self,
         step: &mut Step<'s>,
@@ -82,8 +85,8 @@ impl Grouping {
         step.keep([Some(self.memory.clone() as Kept)]);
         step.keep_groups(&self.memory);
         let raw = operands.enqueue(|[ids, weights, rows], stream| {
-            // SAFETY: the operands have a value for each route, and are as `Checked::enqueue` says. The memory belongs to the queue, and
-            // graphs keep it alive.
+            // SAFETY: the operands have a value for each route, and are as `Checked::enqueue` says. The memory belongs
+            // to the queue, and graphs keep it alive.
             unsafe { self.raw.group(batch, raw::TopK { ids, weights, rows, ..of_step }, stream) }
         })?;
         let groups = &*self.memory;
@@ -104,19 +107,21 @@ impl Groups {
 }
 
 impl GroupedRoutes<'_, '_> {
-    /// Lets `activate`, `combine` and `add_combined_delta` on these routes begin while the base operation in front of them still runs:
-    /// they read `x` and the routes and compute the deltas beside it, and wait for it before they access `y`. All bits stay the same.
-    /// Needs compute capability 9.0, and a base kernel that lets its dependents start early; behind others it changes nothing.
+    /// Lets `activate`, `combine` and `add_combined_delta` on these routes begin while the base operation in front of
+    /// them still runs: they read `x` and the routes and compute the deltas beside it, and wait for it before they
+    /// access `y`. All bits stay the same. Needs compute capability 9.0, and a base kernel that lets its dependents
+    /// start early; behind others it changes nothing.
     ///
     /// # Safety
     /// Directly in front of each of these operations on the stream, there is a kernel of the engine, or a copy, that
     /// - writes neither the operation's `x` nor the router's choice, and does not use the step's workspace;
-    /// - if it is launched with programmatic stream serialization, lets its dependents start (`griddepcontrol.launch_dependents`, or the
-    ///   end of its thread blocks) only after one of them has waited for its predecessors (`griddepcontrol.wait`). One that waits nowhere
-    ///   is not allowed between any operations.
+    /// - if it is launched with programmatic stream serialization, lets its dependents start
+    ///   (`griddepcontrol.launch_dependents`, or the end of its thread blocks) only after one of them has waited for
+    ///   its predecessors (`griddepcontrol.wait`). One that waits nowhere is not allowed between any operations.
     ///
-    /// Then whatever is in front of that kernel has completed when the operation starts. Otherwise the operation may read an `x` or a
-    /// choice that is not complete, and an operation before it in the workspace may wait for a sum that has gone, until the launch fails.
+    /// Then whatever is in front of that kernel has completed when the operation starts. Otherwise the operation may
+    /// read an `x` or a choice that is not complete, and an operation before it in the workspace may wait for a sum
+    /// that has gone, until the launch fails.
     #[must_use]
     pub unsafe fn shrink_beside_base(self) -> Self {
         // SAFETY: the caller's obligations.
@@ -124,19 +129,20 @@ impl GroupedRoutes<'_, '_> {
     }
 
     /// Whether the next operation on these routes may be a combine that begins beside the activation
-    /// ([`combine_beside_activation`](Self::combine_beside_activation)): the last operation was an `activate` of few routes that ran
-    /// beside its base operation.
+    /// ([`combine_beside_activation`](Self::combine_beside_activation)): the last operation was an `activate` of few
+    /// routes that ran beside its base operation.
     pub fn may_combine_beside_activation(&self) -> bool {
         self.raw.may_combine_beside_activation()
     }
 
-    /// Lets the next `combine` or `add_combined_delta` on these routes begin before the activation in front of the base operation has
-    /// ended: it finds its routes and loads weights, and waits for `x` by itself. Without
-    /// [`may_combine_beside_activation`](Self::may_combine_beside_activation) it waits for all work in front of it instead.
+    /// Lets the next `combine` or `add_combined_delta` on these routes begin before the activation in front of the base
+    /// operation has ended: it finds its routes and loads weights, and waits for `x` by itself. Without
+    /// [`may_combine_beside_activation`](Self::may_combine_beside_activation) it waits for all work in front of it
+    /// instead.
     ///
     /// # Safety
-    /// As for [`shrink_beside_base`](Self::shrink_beside_base), but the kernel in front of the operation lets its dependents start before
-    /// it waits for its predecessors, and directly in front of that kernel is the activation.
+    /// As for [`shrink_beside_base`](Self::shrink_beside_base), but the kernel in front of the operation lets its
+    /// dependents start before it waits for its predecessors, and directly in front of that kernel is the activation.
     pub unsafe fn combine_beside_activation(&mut self) {
         // SAFETY: the caller's obligations.
         unsafe { self.raw.combine_beside_activation() }
@@ -191,8 +197,9 @@ impl<'a> TopK<'a> {
         Ok(Self { weights: Some(weights), ..self })
     }
 
-    /// Sets the row of each route in `[routes, ..]` matrices, `[tokens, top_k]`. By default, route `r` has row `r`. A value outside
-    /// `0..routes` means that the route has no row and is not local. A row that two routes have gets the delta of either.
+    /// Sets the row of each route in `[routes, ..]` matrices, `[tokens, top_k]`. By default, route `r` has row `r`. A
+    /// value outside `0..routes` means that the route has no row and is not local. A row that two routes have gets the
+    /// delta of either.
     ///
     /// # Errors
     /// [`OperandError::Routes`] if there is not one row per route.
@@ -203,16 +210,16 @@ impl<'a> TopK<'a> {
         Ok(Self { rows: Some(rows), ..self })
     }
 
-    /// Applies the router's weights to the input of the experts instead of in the combine. The deltas of gate and up are multiplied
-    /// by them.
+    /// Applies the router's weights to the input of the experts instead of in the combine. The deltas of gate and up
+    /// are multiplied by them.
     #[must_use]
     #[doc(alias = "apply_router_weight_on_input")]
     pub fn on_input(self) -> Self {
         Self { weights_on: WeightsOn::Input, ..self }
     }
 
-    /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine only adds rows.
-    /// The deltas of down are multiplied by them.
+    /// Declares that the engine's GEMM applies the router's weights to the output rows of down, so that the combine
+    /// only adds rows. The deltas of down are multiplied by them.
     #[must_use]
     #[doc(alias = "mul_routed_weight")]
     pub fn on_rows(self) -> Self {

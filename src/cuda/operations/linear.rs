@@ -1,3 +1,5 @@
+//! The operations of linear layers.
+
 #![expect(unsafe_code, reason = "launches kernels")]
 
 use std::ffi::c_void;
@@ -47,8 +49,8 @@ impl LoraLinear {
     /// Plans the layer `id` of `model`, for tables of this element type and batches within `capacity`.
     ///
     /// # Errors
-    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity. There is no slow
-    /// fallback.
+    /// [`PlanError`] if the id belongs to another model, or the kernels do not support a size or the capacity. There is
+    /// no slow fallback.
     pub fn for_model(
         kernels: &Kernels,
         model: &Model,
@@ -60,8 +62,8 @@ impl LoraLinear {
         Ok(Self { kernels: kernels.clone(), contract })
     }
 
-    /// The layer with one of its slices alone, whose outputs are the columns of `y`; `None` if there is no such slice. For outputs that
-    /// cannot be borrowed at once. Each operation has the same bits as that of all slices.
+    /// The layer with one of its slices alone, whose outputs are the columns of `y`; `None` if there is no such slice.
+    /// For outputs that cannot be borrowed at once. Each operation has the same bits as that of all slices.
     pub fn with_slice(&self, index: usize) -> Option<Self> {
         Some(Self { kernels: self.kernels.clone(), contract: self.contract.with_slice(index)? })
     }
@@ -91,26 +93,28 @@ impl LoraLinear {
 
     /// [`add_delta`](Self::add_delta) on memory that the engine owns.
     ///
-    /// The step's workspace has at least [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Enqueues the work, and neither
-    /// allocates nor waits. May be captured in a CUDA graph.
+    /// The step's workspace has at least [`plan().workspace_bytes()`](LinearPlan::workspace_bytes). Enqueues the work,
+    /// and neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     ///
     /// # Safety
     /// From this call until the work has run:
-    /// - **Validity.** `x`, `y`, the workspace, the table and the factors that it points to are device memory of the kernels'
-    ///   context, in their whole extent. The batch's routing has been updated. The stream belongs to that context.
+    /// - **Validity.** `x`, `y`, the workspace, the table and the factors that it points to are device memory of the
+    ///   kernels' context, in their whole extent. The batch's routing has been updated. The stream belongs to that
+    ///   context.
     /// - **Liveness.** That memory stays mapped.
-    /// - **Workspace.** `mailbox` was zero before its first use, and only these operations have written it since. Otherwise
-    ///   kernels may use stale sums or wait forever.
-    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses `y` or the
-    ///   workspace. No two of `x` and the matrices of `y` overlap.
-    /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes either must not
-    ///   trigger programmatic dependent launch early, and each writing thread must call `__threadfence` before the kernel ends.
-    ///   Copies need nothing. Any other kernel that is launched with programmatic stream serialization, between this operation and
-    ///   later work that uses `y`, the workspace or the routing, waits for its predecessors (`griddepcontrol.wait`) in one of its thread
-    ///   blocks at least: whatever waits for that kernel counts on it to end after this operation.
+    /// - **Workspace.** `mailbox` was zero before its first use, and only these operations have written it since.
+    ///   Otherwise kernels may use stale sums or wait forever.
+    /// - **Aliasing.** Only work ordered by the stream writes `x`, the table, its factors or the routing, or accesses
+    ///   `y` or the workspace. No two of `x` and the matrices of `y` overlap.
+    /// - **Order.** Kernels read weights and routing before they wait for their predecessors. A kernel that writes
+    ///   either must not trigger programmatic dependent launch early, and each writing thread must call `__threadfence`
+    ///   before the kernel ends. Copies need nothing. Any other kernel that is launched with programmatic stream
+    ///   serialization, between this operation and later work that uses `y`, the workspace or the routing, waits for
+    ///   its predecessors (`griddepcontrol.wait`) in one of its thread blocks at least: whatever waits for that kernel
+    ///   counts on it to end after this operation.
     /// - **Context.** The kernels' context is current on this thread. (This is checked.)
     pub unsafe fn add_delta_raw(
         &self,
@@ -138,8 +142,8 @@ impl LoraLinear {
         self.enqueue(ffi::aril_linear, Kind::Writes, step, Some(x), Some(y.into_slices()))
     }
 
-    /// [`write_delta`](Self::write_delta) on memory that the engine owns. With a captured batch, rows beyond the last update are
-    /// unchanged.
+    /// [`write_delta`](Self::write_delta) on memory that the engine owns. With a captured batch, rows beyond the last
+    /// update are unchanged.
     ///
     /// # Errors
     /// As for [`add_delta_raw`](Self::add_delta_raw).
@@ -158,8 +162,9 @@ impl LoraLinear {
         unsafe { self.run(ffi::aril_linear, &args, step.stream) }
     }
 
-    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. Does not need `y`. What this
-    /// returns expands `v`. It borrows the step, so that no other operation uses the workspace between the halves.
+    /// Enqueues the first half of [`add_delta`](Self::add_delta): computes `v = A x[t]` into the workspace. Does not
+    /// need `y`. What this returns expands `v`. It borrows the step, so that no other operation uses the workspace
+    /// between the halves.
     ///
     /// Enqueues nothing if no token of the step [has an adapter](Step::has_adapters).
     ///
@@ -174,8 +179,8 @@ impl LoraLinear {
         Ok(Shrunk { layer: self, step })
     }
 
-    /// Enqueues the first half of [`add_delta_raw`](Self::add_delta_raw): computes `A x[t]` into the workspace. Does not need `y`, so it
-    /// may overlap the base GEMM.
+    /// Enqueues the first half of [`add_delta_raw`](Self::add_delta_raw): computes `A x[t]` into the workspace. Does
+    /// not need `y`, so it may overlap the base GEMM.
     ///
     /// # Errors
     /// As for `add_delta_raw`.
@@ -205,12 +210,12 @@ impl LoraLinear {
     /// [`Shrunk::silu_mul`] on memory that the engine owns. Rows of tokens beyond the last update are unchanged.
     ///
     /// # Errors
-    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
-    /// enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing
+    /// was enqueued.
     ///
     /// # Safety
-    /// As for [`expand_raw`](Self::expand_raw), with `out` in the place of `y`, and `y` as an input like `x`. A batch without adapters
-    /// needs no `shrink_raw`.
+    /// As for [`expand_raw`](Self::expand_raw), with `out` in the place of `y`, and `y` as an input like `x`. A batch
+    /// without adapters needs no `shrink_raw`.
     pub unsafe fn silu_mul_raw(
         &self,
         step: &raw::Step,
@@ -222,11 +227,13 @@ impl LoraLinear {
         unsafe { self.run_silu_mul(&args, step.stream) }
     }
 
-    /// Enqueues `y[t] += scaling · B v[t]` for every token with an adapter, with the `v` that the base GEMM has computed. All other rows keep
-    /// every bit. Does not need a workspace. Enqueues nothing if no token of the step [has an adapter](Step::has_adapters).
+    /// Enqueues `y[t] += scaling · B v[t]` for every token with an adapter, with the `v` that the base GEMM has
+    /// computed. All other rows keep every bit. Does not need a workspace. Enqueues nothing if no token of the step
+    /// [has an adapter](Step::has_adapters).
     ///
-    /// `y` is the output `[tokens, out_features + stacked_rows]` of a GEMM by W′ ([`raw::Stack`]), of bf16 or f16, whose rows are aligned to
-    /// 16 bytes. The columns of the outputs are changed. The step's batch is [placed](Stack::place) in the stack.
+    /// `y` is the output `[tokens, out_features + stacked_rows]` of a GEMM by W′ ([`raw::Stack`]), of bf16 or f16,
+    /// whose rows are aligned to 16 bytes. The columns of the outputs are changed. The step's batch is
+    /// [placed](Stack::place) in the stack.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer, the stack and the step, or
@@ -250,14 +257,15 @@ impl LoraLinear {
         })
     }
 
-    /// [`add_stacked_delta`](Self::add_stacked_delta) on memory that the engine owns. Tokens whose slot has an adapter that is not in the
-    /// stack get no delta: use another operation for batches that have any.
+    /// [`add_stacked_delta`](Self::add_stacked_delta) on memory that the engine owns. Tokens whose slot has an adapter
+    /// that is not in the stack get no delta: use another operation for batches that have any.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer, the stack and the step. Nothing was enqueued.
     ///
     /// # Safety
-    /// As for [`add_delta_raw`](Self::add_delta_raw), with `y` in the place of `x` and `y`, and the stack's memory as that of the table.
+    /// As for [`add_delta_raw`](Self::add_delta_raw), with `y` in the place of `x` and `y`, and the stack's memory as
+    /// that of the table.
     pub unsafe fn add_stacked_delta_raw(
         &self,
         step: &raw::Step,
@@ -269,9 +277,10 @@ impl LoraLinear {
         unsafe { self.kernels.launch(ffi::aril_stacked_expand, &args, args.num_tokens, step.stream.as_raw()) }
     }
 
-    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of what [`add_stacked_delta`](Self::add_stacked_delta) makes of
-    /// `y`, in `f32` with one rounding, for every token. `out` is `[tokens, out_features / 2]`, with rows aligned to 16 bytes. In a captured
-    /// step, rows beyond the batch of the last update are unchanged.
+    /// Enqueues `out[t] = silu(gate) · up`, where gate and up are the slices of what
+    /// [`add_stacked_delta`](Self::add_stacked_delta) makes of `y`, in `f32` with one rounding, for every token. `out`
+    /// is `[tokens, out_features / 2]`, with rows aligned to 16 bytes. In a captured step, rows beyond the batch of the
+    /// last update are unchanged.
     ///
     /// # Errors
     /// As for `add_stacked_delta`; also if the slices are not gate and up.
@@ -462,7 +471,8 @@ pub struct Shrunk<'b, 's> {
 }
 
 impl Shrunk<'_, '_> {
-    /// Enqueues the second half of [`add_delta`](LoraLinear::add_delta): `y[t] += scaling · B v`. Enqueues nothing if `shrink` has not.
+    /// Enqueues the second half of [`add_delta`](LoraLinear::add_delta): `y[t] += scaling · B v`. Enqueues nothing if
+    /// `shrink` has not.
     ///
     /// # Errors
     /// As for `add_delta`.
@@ -475,8 +485,8 @@ impl Shrunk<'_, '_> {
     /// In a captured step, rows beyond the batch of the last update are unchanged.
     ///
     /// # Errors
-    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing was
-    /// enqueued.
+    /// [`LaunchError`] if an operand does not match the layer and the step, or the slices are not gate and up. Nothing
+    /// was enqueued.
     #[doc(alias = "silu_and_mul")]
     pub fn silu_mul<'a, T: Element>(
         self,

@@ -1,3 +1,5 @@
+//! The adapters whose A are rows of the base weights.
+
 #![expect(unsafe_code, reason = "calls the raw API")]
 
 use std::sync::Arc;
@@ -15,11 +17,11 @@ use crate::{
     unique::unique,
 };
 
-/// `A` of the adapters that run, as further rows of the base weights: the base GEMM computes `v = A x` of all of them for the bytes of
-/// `A`, and no launch shrinks. [`raw::Stack`] says what W and `y` are then.
+/// `A` of the adapters that run, as further rows of the base weights: the base GEMM computes `v = A x` of all of them
+/// for the bytes of `A`, and no launch shrinks. [`raw::Stack`] says what W and `y` are then.
 ///
-/// [`place`](Self::place) brings the adapters of a batch into the stack, in place of those that were used least recently. Then
-/// [`LoraLinear::add_stacked_delta`](super::LoraLinear::add_stacked_delta) and
+/// [`place`](Self::place) brings the adapters of a batch into the stack, in place of those that were used least
+/// recently. Then [`LoraLinear::add_stacked_delta`](super::LoraLinear::add_stacked_delta) and
 /// [`stacked_silu_mul`](super::LoraLinear::stacked_silu_mul) add the deltas.
 ///
 /// The rows are the stack's, cut off a [`Buffer`] of W and what is behind it:
@@ -66,13 +68,13 @@ pub struct Stack {
 
 impl Stack {
     /// An empty stack for `positions` adapters of the table, of ranks up to `rank`. `rows` of a layer are
-    /// `[stacked_rows, in_features]` ([`LinearPlan::stacked_rows`](crate::plan::LinearPlan::stacked_rows)), contiguous and aligned to 16
-    /// bytes: the end of the buffer of its base weight, which the GEMM reads as part of W.
+    /// `[stacked_rows, in_features]` ([`LinearPlan::stacked_rows`](crate::plan::LinearPlan::stacked_rows)), contiguous
+    /// and aligned to 16 bytes: the end of the buffer of its base weight, which the GEMM reads as part of W.
     ///
     /// # Errors
-    /// [`LaunchError`] if a size is outside its limits, an id belongs to another model, a layer is fully sharded or is there twice, rows
-    /// have another length, type, queue or alignment, `in_features` or a slice's outputs are no multiple of 8, the table is of `f32`, the
-    /// stream is being captured, or device memory is exhausted.
+    /// [`LaunchError`] if a size is outside its limits, an id belongs to another model, a layer is fully sharded or is
+    /// there twice, rows have another length, type, queue or alignment, `in_features` or a slice's outputs are no
+    /// multiple of 8, the table is of `f32`, the stream is being captured, or device memory is exhausted.
     pub fn new<T: Element>(
         weights: &WeightTable,
         (positions, rank): (usize, usize),
@@ -91,8 +93,8 @@ impl Stack {
             kept.push(Arc::clone(buffer.memory()) as Kept);
         }
         let region = Arc::new(Region::<u8>::new(queue, raw::Stack::device_bytes(model, positions, matrices.len()))?);
-        // SAFETY: this type owns the memory and the rows, uses them on one stream only, and frees them in its order. Graphs that use them
-        // keep them alive.
+        // SAFETY: this type owns the memory and the rows, uses them on one stream only, and frees them in its order.
+        // Graphs that use them keep them alive.
         let raw = unsafe {
             raw::Stack::new(
                 queue.kernels(),
@@ -127,16 +129,18 @@ impl Stack {
         self.raw.rank()
     }
 
-    /// Enqueues copies of `A` for the adapters of the step's batch that are not in the stack, and returns whether all are. Call it once in
-    /// each step before the operations with the stack, or the replay of a graph with such.
+    /// Enqueues copies of `A` for the adapters of the step's batch that are not in the stack, and returns whether all
+    /// are. Call it once in each step before the operations with the stack, or the replay of a graph with such.
     ///
-    /// It returns `false`, and enqueues nothing, if the batch has more adapters than there are [`positions`](Self::positions), one of a
-    /// higher [`rank`](Self::rank), or slots in device memory. A copy is a launch for all layers. Neither allocates nor waits. A captured
-    /// step is for any batch: its replays need the batch of their step to be placed.
+    /// It returns `false`, and enqueues nothing, if the batch has more adapters than there are
+    /// [`positions`](Self::positions), one of a higher [`rank`](Self::rank), or slots in device memory. A copy is a
+    /// launch for all layers. Neither allocates nor waits. A captured step is for any batch: its replays need the batch
+    /// of their step to be placed.
     ///
     /// # Errors
-    /// [`OperandError::OtherTable`](crate::error::OperandError::OtherTable) if the stack is of another table than the step,
-    /// [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded) as for any operation of the step. [`LaunchError::Capturing`] if the engine captures the queue's stream. [`LaunchError::Driver`].
+    /// [`OperandError::OtherTable`](crate::error::OperandError::OtherTable) if the stack is of another table than the
+    /// step, [`OperandError::NotLoaded`](crate::error::OperandError::NotLoaded) as for any operation of the step.
+    /// [`LaunchError::Capturing`] if the engine captures the queue's stream. [`LaunchError::Driver`].
     pub fn place(&mut self, step: &mut Step<'_>) -> Result<bool, LaunchError> {
         step.check_table(&self.weights)?;
         if step.is_captured() {
@@ -187,8 +191,9 @@ impl Stack {
             let index = slot.index().expect("the base model is not missing");
             let last = |position: &usize| self.positions[*position].1;
             let position = (0..self.positions.len()).min_by_key(last).expect("there is a position");
-            // SAFETY: the table and the stack belong to this stream, which orders their uses. `look_up` has compared the rank; the adapter is
-            // in its slot (`Checked::enqueue` compares again), and when it leaves, no step has its slot in the batch any more.
+            // SAFETY: the table and the stack belong to this stream, which orders their uses. `look_up` has compared
+            // the rank; the adapter is in its slot (`Checked::enqueue` compares again), and when it leaves, no step has
+            // its slot in the batch any more.
             unsafe { self.raw.set(position, &self.weights.raw(), Some(index), stream) }?;
             self.positions[position] = (slot, self.batches);
             self.position_of[index] = position;
@@ -207,8 +212,8 @@ impl Stack {
         step.check(operands)
     }
 
-    /// The step, on a stream, with the most tiles of a batch that is placed: of as many slots as there are positions, and of the base model.
-    /// The table may have room for many more.
+    /// The step, on a stream, with the most tiles of a batch that is placed: of as many slots as there are positions,
+    /// and of the base model. The table may have room for many more.
     pub(super) fn bounded(&self, step: raw::Step, stream: raw::Stream) -> raw::Step {
         let (mut batch, placed) = (step.batch, self.weights.capacity().slots(self.positions()));
         batch.max_small_tiles = batch.max_small_tiles.min(placed.max_small_tiles(batch.num_tokens));

@@ -15,13 +15,13 @@ use crate::{
     plan::{Capacity, ForwardPlan},
 };
 
-/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A x)`. It
-/// supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from compute capability 9.0
-/// on.
+/// A linear layer with its base weight and its adapters in one launch, for decode: `y = x Wᵀ + bias + scaling · B (A
+/// x)`. It supports up to [`MAX_FORWARD_TOKENS`](crate::plan::MAX_FORWARD_TOKENS) tokens in `bf16` and `f16`, from
+/// compute capability 9.0 on.
 ///
-/// W is read in PyTorch's layout. A token's result depends only on its own `x`, adapter and scale and on the layer. For batches of
-/// more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and [`LoraLinear`](crate::cuda::LoraLinear). They sum in
-/// another order and may differ in the last bits.
+/// W is read in PyTorch's layout. A token's result depends only on its own `x`, adapter and scale and on the layer. For
+/// batches of more than [`plan().max_tokens()`](ForwardPlan::max_tokens) tokens, use a GEMM and
+/// [`LoraLinear`](crate::cuda::LoraLinear). They sum in another order and may differ in the last bits.
 #[derive(Clone, Debug)]
 pub struct FusedLinear {
     kernels: Kernels,
@@ -33,16 +33,17 @@ pub struct FusedLinear {
 }
 
 impl FusedLinear {
-    /// Plans the layer `id` of `model` for batches within `capacity`, with a base weight W `[out_features, in_features]` for each
-    /// of its slices.
+    /// Plans the layer `id` of `model` for batches within `capacity`, with a base weight W `[out_features,
+    /// in_features]` for each of its slices.
     ///
-    /// Each W and each of its rows must be aligned to 16 bytes. The slices may be in one allocation or in several. W is not read
-    /// yet.
+    /// Each W and each of its rows must be aligned to 16 bytes. The slices may be in one allocation or in several. W is
+    /// not read yet.
     ///
     /// # Errors
-    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is not one W per
-    /// slice of the right shape, type and alignment, or the kernels or the device's shared memory do not support the element type, a
-    /// size or the capacity. Where shared memory is short, [`plan().max_tokens()`](ForwardPlan::max_tokens) is lower.
+    /// [`LaunchError`] if the device is older than compute capability 9.0, the id belongs to another model, there is
+    /// not one W per slice of the right shape, type and alignment, or the kernels or the device's shared memory do not
+    /// support the element type, a size or the capacity. Where shared memory is short,
+    /// [`plan().max_tokens()`](ForwardPlan::max_tokens) is lower.
     pub fn new(
         kernels: &Kernels,
         model: &Model,
@@ -84,7 +85,8 @@ impl FusedLinear {
         Self { bias, ..self }
     }
 
-    /// Makes every thread block compute the sums that it would otherwise take from others. For tests; the result is bit-identical.
+    /// Makes every thread block compute the sums that it would otherwise take from others. For tests; the result is
+    /// bit-identical.
     #[doc(hidden)]
     #[must_use]
     pub fn withholding(self) -> Self {
@@ -99,15 +101,16 @@ impl FusedLinear {
     #[doc = doc_of!(fused_linear_forward)]
     ///
     /// The rows of `x` are aligned to 16 bytes, and the step's workspace has at least
-    /// [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Rows of a captured batch beyond the last update have no adapter.
-    /// Enqueues the work, and neither allocates nor waits. May be captured in a CUDA graph.
+    /// [`plan().workspace_bytes()`](ForwardPlan::workspace_bytes). Rows of a captured batch beyond the last update have
+    /// no adapter. Enqueues the work, and neither allocates nor waits. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`LaunchError`] if an operand does not match the layer and the step. Nothing was enqueued.
     ///
     /// # Safety
-    /// As for [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw). Its requirements on the adapters' weights, including their
-    /// order, also hold for W and the bias, because kernels fetch both before they wait for their predecessors.
+    /// As for [`LoraLinear::add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw). Its requirements on the adapters'
+    /// weights, including their order, also hold for W and the bias, because kernels fetch both before they wait for
+    /// their predecessors.
     pub unsafe fn forward(&self, step: &Step, x: MatrixRef, y: impl IntoSlices<MatrixMut>) -> Result<(), LaunchError> {
         let args = self.args(step, x, &y.into_slices().into())?;
         // SAFETY: the caller's obligations.

@@ -16,7 +16,8 @@ use crate::{
 /// Bytes per expert in the mailbox of `aril_groups`.
 const GROUP_MAILBOX_BYTES: usize = ffi::ARIL_GROUP_WORDS as usize * ffi::ARIL_WORD_BYTES as usize;
 
-/// Groups a layer's routes by expert and slot, in device memory of the engine. Layers may share a grouping, one after the other.
+/// Groups a layer's routes by expert and slot, in device memory of the engine. Layers may share a grouping, one after
+/// the other.
 #[derive(Debug)]
 pub struct Grouping {
     kernels: Kernels,
@@ -69,16 +70,18 @@ impl Grouping {
         Ok(Self { kernels: kernels.clone(), capacity, groups })
     }
 
-    /// Sets the router's choice for the tokens of `batch`. Enqueues the grouping kernel if there are too many routes for the
-    /// operations to group themselves. May be captured in a CUDA graph.
+    /// Sets the router's choice for the tokens of `batch`. Enqueues the grouping kernel if there are too many routes
+    /// for the operations to group themselves. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch or `top_k` exceeds the capacity. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** The addresses of `top_k` have one element per route of the batch. `stream` belongs to the kernels' context.
+    /// - **Validity.** The addresses of `top_k` have one element per route of the batch. `stream` belongs to the
+    ///   kernels' context.
     /// - **Liveness.** That memory stays mapped until all operations on the routes have run.
-    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of the routes are ordered by `stream`, too.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of the routes are ordered by
+    ///   `stream`, too.
     pub unsafe fn group(
         &mut self,
         batch: RoutedBatch,
@@ -114,8 +117,8 @@ impl Grouping {
 
 /// The routes of a step.
 ///
-/// The first operation may group the routes for those after it, so each operation borrows them exclusively, and host order is
-/// stream order. All operations on the same routes must be enqueued on one stream.
+/// The first operation may group the routes for those after it, so each operation borrows them exclusively, and host
+/// order is stream order. All operations on the same routes must be enqueued on one stream.
 #[derive(Debug)]
 pub struct GroupedRoutes {
     pub(in crate::cuda) batch: RoutedBatch,
@@ -185,8 +188,8 @@ impl GroupedRoutes {
         };
     }
 
-    /// What the next operation is sized by, with this mailbox. Also a refused operation is the last one on the routes: no activation is
-    /// directly in front of the next. The base operation behind it starts as early as before.
+    /// What the next operation is sized by, with this mailbox. Also a refused operation is the last one on the routes:
+    /// no activation is directly in front of the next. The base operation behind it starts as early as before.
     pub(in crate::cuda) fn batch(
         &mut self,
         form: ffi::aril_experts_form,
@@ -254,23 +257,23 @@ impl TopK {
         Self { weights, ..self }
     }
 
-    /// Sets the address of the row of each route in `[routes, ..]` matrices, `i32 [tokens, top_k]`. By default, route `r` has row
-    /// `r`. A value outside `0..routes` means that the route has no row and is not local.
+    /// Sets the address of the row of each route in `[routes, ..]` matrices, `i32 [tokens, top_k]`. By default, route
+    /// `r` has row `r`. A value outside `0..routes` means that the route has no row and is not local.
     #[must_use]
     #[doc(alias = "row_of_route")]
     pub const fn rows(self, rows: u64) -> Self {
         Self { rows, ..self }
     }
 
-    /// Applies the router's weights to the input of the experts instead of in the combine. The deltas of gate and up are multiplied
-    /// by them.
+    /// Applies the router's weights to the input of the experts instead of in the combine. The deltas of gate and up
+    /// are multiplied by them.
     #[must_use]
     pub const fn on_input(self) -> Self {
         Self { weights_on: WeightsOn::Input, ..self }
     }
 
-    /// Declares that the engine's GEMM applies the router's weights to the output rows of down. The deltas of down are multiplied
-    /// by them.
+    /// Declares that the engine's GEMM applies the router's weights to the output rows of down. The deltas of down are
+    /// multiplied by them.
     #[must_use]
     pub const fn on_rows(self) -> Self {
         Self { weights_on: WeightsOn::Rows, ..self }

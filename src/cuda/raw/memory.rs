@@ -1,5 +1,5 @@
-//! Streams, device memory and matrices of the engine, how objects divide their memory, and conversions to the types of the C ABI
-//! (`csrc/aril.h`).
+//! Streams, device memory and matrices of the engine, how objects divide their memory, and conversions to the types of
+//! the C ABI (`csrc/aril.h`).
 
 use std::ffi::c_void;
 
@@ -235,7 +235,8 @@ mod tests {
         model::{Linear, ModelSpec, Parallel, TpRank},
     };
 
-    /// Outputs that have been checked are those that kernels get: of an iterator that has more behind its end, neither has it.
+    /// Outputs that have been checked are those that kernels get: of an iterator that has more behind its end, neither
+    /// has it.
     #[test]
     fn every_checked_slice_has_its_place() {
         let mut spec = ModelSpec::new();

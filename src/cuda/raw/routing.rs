@@ -66,11 +66,12 @@ impl Routing {
         Ok(lay_out(capacity.checked()?, 0).1)
     }
 
-    /// A routing in `memory`, which must be aligned to 256 bytes. Allocates `steps_in_flight` pinned host buffers: the host may run
-    /// that many steps ahead of the device. Call [`update`](Self::update) before any operation.
+    /// A routing in `memory`, which must be aligned to 256 bytes. Allocates `steps_in_flight` pinned host buffers: the
+    /// host may run that many steps ahead of the device. Call [`update`](Self::update) before any operation.
     ///
     /// # Errors
-    /// [`LaunchError`] if a bound of the capacity is invalid, `memory` is too small or misaligned, or pinned memory is exhausted.
+    /// [`LaunchError`] if a bound of the capacity is invalid, `memory` is too small or misaligned, or pinned memory is
+    /// exhausted.
     ///
     /// # Safety
     /// - **Validity.** `memory` is device memory of the kernels' context.
@@ -90,13 +91,13 @@ impl Routing {
         Ok(Self { kernels: kernels.clone(), capacity, routing, staging, next: 0 })
     }
 
-    /// Enqueues the kernel that groups tokens by slot, which reads the [number](crate::Slot::number) of each token's slot and, optionally, a
-    /// [scale](crate::routing::Batch::with_scales) for each, in a pinned buffer. Never waits. A number at or above the capacity's is the base
-    /// model, as -1 is. Which adapters are in the slots is not checked.
+    /// Enqueues the kernel that groups tokens by slot, which reads the [number](crate::Slot::number) of each token's
+    /// slot and, optionally, a [scale](crate::routing::Batch::with_scales) for each, in a pinned buffer. Never waits. A
+    /// number at or above the capacity's is the base model, as -1 is. Which adapters are in the slots is not checked.
     ///
     /// # Errors
-    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run. [`OperandError::Capacity`] if the batch is too large,
-    /// [`OperandError::Length`] if there is not one scale per token. Nothing was enqueued.
+    /// [`LaunchError::Busy`] if `steps_in_flight` updates have not run. [`OperandError::Capacity`] if the batch is too
+    /// large, [`OperandError::Length`] if there is not one scale per token. Nothing was enqueued.
     ///
     /// # Safety
     /// - **Validity.** `stream` belongs to the kernels' context and is not being captured.
@@ -135,11 +136,12 @@ impl Routing {
         staged.iter_mut().zip(slots).for_each(|(staged, slot)| *staged = slot);
         let factors: &[u8] = bytemuck::cast_slice(scales.unwrap_or_default());
         factors_bytes[..factors.len()].copy_from_slice(factors);
-        // Not copied to the device first: a copy would wait for those of loads, which go the same way, for up to 8 MiB each.
+        // Not copied to the device first: a copy would wait for those of loads, which go the same way, for up to 8 MiB
+        // each.
         let token_slots: *const i32 = staged.as_ptr();
         let token_scales = scales.map_or(ptr::null(), |_| factors_bytes.as_ptr().cast());
-        // SAFETY: the caller vouches for the stream. The buffer is page-locked, so that the device reads it at the host's address. Nothing
-        // writes it until the kernel has run, which `in_use` takes note of.
+        // SAFETY: the caller vouches for the stream. The buffer is page-locked, so that the device reads it at the
+        // host's address. Nothing writes it until the kernel has run, which `in_use` takes note of.
         unsafe { self.route(token_slots, token_scales, num_tokens, stream) }?;
         // SAFETY: as above.
         unsafe { self.staging[self.next].in_use(stream) }?;
@@ -155,8 +157,8 @@ impl Routing {
         self.staging[self.next].is_free()
     }
 
-    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one `steps_in_flight` updates ago
-    /// has run.
+    /// Blocks this thread until [`update`](Self::update) has a free staging buffer, which is when the one
+    /// `steps_in_flight` updates ago has run.
     ///
     /// # Errors
     /// [`LaunchError::Driver`] if the driver returns an error.
@@ -164,18 +166,18 @@ impl Routing {
         self.staging[self.next].wait()
     }
 
-    /// Like [`update`](Self::update), with the addresses of slots, `i32 [tokens]`, and optionally of scales, `f32 [tokens]`, in
-    /// device memory. May be captured in a CUDA graph.
+    /// Like [`update`](Self::update), with the addresses of slots, `i32 [tokens]`, and optionally of scales, `f32
+    /// [tokens]`, in device memory. May be captured in a CUDA graph.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if the batch is too large. Nothing was enqueued.
     ///
     /// # Safety
-    /// - **Validity.** `token_slots` and `token_scales` are the addresses of `num_tokens` elements each. `stream` belongs to the
-    ///   kernels' context.
+    /// - **Validity.** `token_slots` and `token_scales` are the addresses of `num_tokens` elements each. `stream`
+    ///   belongs to the kernels' context.
     /// - **Liveness.** That memory stays mapped until the work has run.
-    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of this routing's batches are ordered by
-    ///   `stream`, too.
+    /// - **Aliasing.** Until then, only work ordered by `stream` writes it. All uses of this routing's batches are
+    ///   ordered by `stream`, too.
     pub unsafe fn update_on_device(
         &mut self,
         token_slots: u64,
@@ -191,8 +193,9 @@ impl Routing {
         Ok(routed)
     }
 
-    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with. It has the same addresses as an updated batch, and upper
-    /// bounds for its counts. A replay leaves rows unchanged that are beyond the last update, or base tokens in it.
+    /// A batch of up to `num_tokens` tokens to capture a CUDA graph with. It has the same addresses as an updated
+    /// batch, and upper bounds for its counts. A replay leaves rows unchanged that are beyond the last update, or base
+    /// tokens in it.
     ///
     /// # Errors
     /// [`OperandError::Capacity`] if `num_tokens` exceeds the capacity.
@@ -201,8 +204,8 @@ impl Routing {
         Ok(self.bounded(num_tokens, self.capacity))
     }
 
-    /// The batch of the last update, whose tokens had these slots. Its bounds are for these alone: its operations are enqueued before
-    /// the next update, and not captured.
+    /// The batch of the last update, whose tokens had these slots. Its bounds are for these alone: its operations are
+    /// enqueued before the next update, and not captured.
     pub(in crate::cuda) fn batch_of(&self, slots: impl ExactSizeIterator<Item = i32>) -> RoutedBatch {
         self.bounded(slots.len(), self.capacity.of_batch(slots))
     }
@@ -263,8 +266,8 @@ impl RoutedBatch {
         BatchBounds { num_tokens, small_tiles, wide_tiles, table_rank }
     }
 
-    /// Address of the tokens that have a slot, `i32`, sorted by slot and in any order within a slot. Their number is the last
-    /// element of [`indptr`](Self::indptr).
+    /// Address of the tokens that have a slot, `i32`, sorted by slot and in any order within a slot. Their number is
+    /// the last element of [`indptr`](Self::indptr).
     pub fn tokens(&self) -> u64 {
         self.routing.tokens as u64
     }

@@ -23,19 +23,20 @@ const PIECE: usize = 8;
 const K_TILE: usize = ffi::ARIL_K_TILE as usize;
 const RANK_TILE: usize = ffi::ARIL_RANK_TILE as usize;
 
-/// A stack: `A` of some slots of a table as further rows of the base weights, for batches in which a base GEMM is limited by the bytes of
-/// its weight.
+/// A stack: `A` of some slots of a table as further rows of the base weights, for batches in which a base GEMM is
+/// limited by the bytes of its weight.
 ///
 /// For a base weight W `[out_features, in_features]` of a layer, the engine allocates W′ with
-/// [`stacked_rows`](crate::plan::LinearPlan::stacked_rows) more rows, which belong to the stack. Its GEMM multiplies by W′, so that `y` has
-/// `v = A x` of all adapters in the stack as further columns. Then
+/// [`stacked_rows`](crate::plan::LinearPlan::stacked_rows) more rows, which belong to the stack. Its GEMM multiplies by
+/// W′, so that `y` has `v = A x` of all adapters in the stack as further columns. Then
 /// [`add_stacked_delta_raw`](crate::cuda::LoraLinear::add_stacked_delta_raw) adds `scaling · B v`, or
-/// [`stacked_silu_mul_raw`](crate::cuda::LoraLinear::stacked_silu_mul_raw) does so within the activation. Neither reads `x`.
+/// [`stacked_silu_mul_raw`](crate::cuda::LoraLinear::stacked_silu_mul_raw) does so within the activation. Neither reads
+/// `x`.
 ///
-/// An adapter has one of [`positions`](Self::positions) of the stack, which the engine [sets](Self::set) from its slot. Graphs stay valid
-/// when positions change. `v` is rounded to the element type, so that a delta may differ in its last bits from that of
-/// [`add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw), and overflows in f16 beyond 65,504. A token reads the columns of its own
-/// adapter alone.
+/// An adapter has one of [`positions`](Self::positions) of the stack, which the engine [sets](Self::set) from its slot.
+/// Graphs stay valid when positions change. `v` is rounded to the element type, so that a delta may differ in its last
+/// bits from that of [`add_delta_raw`](crate::cuda::LoraLinear::add_delta_raw), and overflows in f16 beyond 65,504. A
+/// token reads the columns of its own adapter alone.
 #[derive(Clone, Debug)]
 pub struct Stack {
     kernels: Kernels,
@@ -56,17 +57,18 @@ impl Stack {
         lay_out(0, model.num_entries(), positions, num_layers).2
     }
 
-    /// An empty stack of the layers `rows`, in `memory`, which must be aligned to 256 bytes. `rows` of a layer is the part of its W′ behind
-    /// W: `[stacked_rows, in_features]`, with rows aligned to 16 bytes. It has room for `positions` adapters whose modules have ranks up to
-    /// `rank`. The element type of `table`s is `dtype`.
+    /// An empty stack of the layers `rows`, in `memory`, which must be aligned to 256 bytes. `rows` of a layer is the
+    /// part of its W′ behind W: `[stacked_rows, in_features]`, with rows aligned to 16 bytes. It has room for
+    /// `positions` adapters whose modules have ranks up to `rank`. The element type of `table`s is `dtype`.
     ///
     /// # Errors
-    /// [`LaunchError`] if a size is outside its limits, an id belongs to another model, a layer is fully sharded or is there twice, a
-    /// matrix has another shape, type or alignment, `in_features` or a slice's outputs are no multiple of 8, or `memory` is too small or
-    /// misaligned.
+    /// [`LaunchError`] if a size is outside its limits, an id belongs to another model, a layer is fully sharded or is
+    /// there twice, a matrix has another shape, type or alignment, `in_features` or a slice's outputs are no multiple
+    /// of 8, or `memory` is too small or misaligned.
     ///
     /// # Safety
-    /// - **Validity.** `memory` and `rows` are device memory of the kernels' context, and `stream` belongs to it and is not being captured.
+    /// - **Validity.** `memory` and `rows` are device memory of the kernels' context, and `stream` belongs to it and is
+    ///   not being captured.
     /// - **Liveness.** They stay mapped while the stack is in use, and until the work has run.
     /// - **Aliasing.** Nothing else writes them.
     pub unsafe fn new(
@@ -146,17 +148,19 @@ impl Stack {
         self.rank
     }
 
-    /// Enqueues the copy of the `A` of the slot with this index to a position, or empties the position if none is given. The adapter that
-    /// was there leaves the stack, and so does the slot's at any other position. Neither allocates nor waits.
+    /// Enqueues the copy of the `A` of the slot with this index to a position, or empties the position if none is
+    /// given. The adapter that was there leaves the stack, and so does the slot's at any other position. Neither
+    /// allocates nor waits.
     ///
     /// Set a slot again when its adapter has been replaced or unloaded: the stack has the addresses of its factors.
     ///
     /// # Errors
-    /// [`LaunchError`] if the position or the slot is outside its limits, or the table is of another model or element type.
+    /// [`LaunchError`] if the position or the slot is outside its limits, or the table is of another model or element
+    /// type.
     ///
     /// # Safety
-    /// - **Validity.** The table and the factors of the slot are device memory of the kernels' context. No module of the slot has a higher
-    ///   rank than the stack.
+    /// - **Validity.** The table and the factors of the slot are device memory of the kernels' context. No module of
+    ///   the slot has a higher rank than the stack.
     /// - **Liveness.** They stay mapped until the position is set again, and the work has run.
     /// - **Aliasing.** Until then, nothing writes the slot's factors.
     /// - **Order.** `stream` orders this call with all work that uses the stack.

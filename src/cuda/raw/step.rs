@@ -17,7 +17,8 @@ use crate::{
 };
 
 /// The factors of one module in device memory, for
-/// [`WeightTable::load_factors_raw`](crate::cuda::WeightTable::load_factors_raw). As in [`cuda::Factors`](crate::cuda::Factors).
+/// [`WeightTable::load_factors_raw`](crate::cuda::WeightTable::load_factors_raw). As in
+/// [`cuda::Factors`](crate::cuda::Factors).
 #[derive(Clone, Copy, Debug)]
 pub struct Factors {
     /// The layer.
@@ -34,13 +35,13 @@ pub struct Factors {
 
 /// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
 ///
-/// Factors are aligned to 128 bytes and stored in the formats of [`layout`](crate::adapter::layout), as [`SlotImage`] writes them.
-/// The default means that the slot does not adapt the module.
+/// Factors are aligned to 128 bytes and stored in the formats of [`layout`](crate::adapter::layout), as [`SlotImage`]
+/// writes them. The default means that the slot does not adapt the module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Descriptor {
-    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`. Of a fully sharded layer, this rank's
-    /// part of A.
+    /// Address of A `[rank, in_features]`, or of an embedding's A, transposed: `[vocab, rank]`. Of a fully sharded
+    /// layer, this rank's part of A.
     pub a: u64,
     /// Address of B `[out_features, rank]`.
     pub b: u64,
@@ -53,8 +54,8 @@ pub struct Descriptor {
 impl Descriptor {
     /// The descriptors of a slot, `[num_entries]`, for an adapter whose block is at the address `block`.
     ///
-    /// In the descriptors of what experts have in common ([`ProjectionSite`](crate::model::ProjectionSite)), the rank is the largest of
-    /// the experts', a factor that is not shared is null, and the scaling is 1.
+    /// In the descriptors of what experts have in common ([`ProjectionSite`](crate::model::ProjectionSite)), the rank
+    /// is the largest of the experts', a factor that is not shared is null, and the scaling is 1.
     ///
     /// ```
     /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};
@@ -115,8 +116,9 @@ pub struct Table {
 }
 
 impl Table {
-    /// The table at the address `ptr`: [`Descriptor`]s `[num_slots][num_entries]`, row-major, with [`Model::num_entries`] entries
-    /// per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count as empty. Operations refuse a `max_rank` of 0.
+    /// The table at the address `ptr`: [`Descriptor`]s `[num_slots][num_entries]`, row-major, with
+    /// [`Model::num_entries`] entries per slot and factors in `dtype`. Descriptors with a rank above `max_rank` count
+    /// as empty. Operations refuse a `max_rank` of 0.
     pub fn new(model: &Model, dtype: DType, ptr: u64, num_slots: usize, max_rank: usize) -> Self {
         Self { ptr, model: model.id(), dtype, num_slots, num_entries: model.num_entries(), max_rank }
     }
@@ -148,10 +150,12 @@ impl Table {
     }
 }
 
-/// Scratch memory of the engine, of the sizes in [`WorkspaceBytes`], aligned to 16 bytes. The layers on one stream may share it.
+/// Scratch memory of the engine, of the sizes in [`WorkspaceBytes`], aligned to 16 bytes. The layers on one stream may
+/// share it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Workspace {
-    /// Zero before its first use. After that, only the kernels may write it. Every step that shares it gives the same extent.
+    /// Zero before its first use. After that, only the kernels may write it. Every step that shares it gives the same
+    /// extent.
     pub mailbox: DeviceRegion,
     /// May hold anything.
     pub partials: DeviceRegion,
@@ -188,10 +192,12 @@ impl Step {
         Self { table, batch, workspace, stream }
     }
 
-    /// The same step with its operations enqueued on another stream of the kernels' context, such as that of a green context.
+    /// The same step with its operations enqueued on another stream of the kernels' context, such as that of a green
+    /// context.
     ///
-    /// The engine orders the streams: after the [update](crate::cuda::Routing::update) of the routing and before the next one, and
-    /// before and after other work that uses the workspace. Operations on two streams at once need two workspaces.
+    /// The engine orders the streams: after the [update](crate::cuda::Routing::update) of the routing and before the
+    /// next one, and before and after other work that uses the workspace. Operations on two streams at once need two
+    /// workspaces.
     #[must_use]
     pub const fn on(self, stream: Stream) -> Self {
         Self { stream, ..self }

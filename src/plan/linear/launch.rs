@@ -1,4 +1,5 @@
-//! The launches of operations on linear layers and embeddings: every choice that a launch makes, for `csrc` to take as it is.
+//! The launches of operations on linear layers and embeddings: every choice that a launch makes, for `csrc` to take as
+//! it is.
 
 use super::{LinearPlan, b_bytes, likely_tiles, out_blocks, outs_per_block, small_outs, time_of_waves, wide_outs};
 use crate::{

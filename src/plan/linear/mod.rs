@@ -47,7 +47,8 @@ impl LinearPlan {
     /// Plans a layer for batches within `capacity`, on an H100.
     ///
     /// # Errors
-    /// [`PlanError::Limit`] if the kernels do not support a size or a bound, [`PlanError::FullySharded`] if the layer is fully sharded.
+    /// [`PlanError::Limit`] if the kernels do not support a size or a bound, [`PlanError::FullySharded`] if the layer
+    /// is fully sharded.
     pub fn new(site: &LinearSite, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
         if site.exchange().is_some() {
             return Err(PlanError::FullySharded);
@@ -68,7 +69,8 @@ impl LinearPlan {
         Some(Self { out_features: vec![*self.out_features.get(index)?], ..self.clone() })
     }
 
-    /// The same layer on another device, whose multiprocessors the grids fill. Neither the results nor the workspace depend on it.
+    /// The same layer on another device, whose multiprocessors the grids fill. Neither the results nor the workspace
+    /// depend on it.
     #[must_use]
     pub fn on(self, device: Device) -> Self {
         Self { device: device.sizable(), ..self }
@@ -137,8 +139,8 @@ impl LinearPlan {
         if self.dtype != DType::F32 && max_tokens < LARGE_M_TOKENS {
             return WorkspaceBytes { mailbox, partials: 0 };
         }
-        // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, and may have wide tiles from
-        // fewer tokens on, which these bounds ignore, so that a larger capacity never needs less.
+        // At the lowest rank, splits are slabs up to this many tokens. Higher ranks change to spans earlier, and may
+        // have wide tiles from fewer tokens on, which these bounds ignore, so that a larger capacity never needs less.
         let last_in_slabs = (MIN_SPAN_BLOCKS - 1) / self.num_spans() * WIDE_TILE;
         let in_slabs = product(&[self.num_slabs(), max_tokens.min(last_in_slabs)]);
         let sums = in_slabs.max(product(&[self.num_spans(), max_tokens]));
@@ -207,8 +209,8 @@ impl fmt::Display for LinearPlan {
     }
 }
 
-/// Outputs of one slice per expand block, in a batch in up to `tiles` tiles; wide ones if there are `wide_tokens`. All choices are
-/// bit-identical.
+/// Outputs of one slice per expand block, in a batch in up to `tiles` tiles; wide ones if there are `wide_tokens`. All
+/// choices are bit-identical.
 ///
 /// Large blocks amortise the start of a block; small blocks fill the device.
 pub(crate) fn outs_per_block(
@@ -242,15 +244,16 @@ fn wide_outs(
     (LARGE_M_OUTS..=MAX_LARGE_M_OUTS).step_by(LARGE_M_OUTS).min_by_key(|&outs| time(outs)).expect("there is a size")
 }
 
-/// Three likely numbers of wide tiles of a batch in up to `max_tiles`. A slot's last tile is partly full, half on average.
+/// Three likely numbers of wide tiles of a batch in up to `max_tiles`. A slot's last tile is partly full, half on
+/// average.
 fn likely_tiles(tokens: usize, max_tiles: usize) -> [usize; 3] {
     let full_tiles = tokens.div_ceil(WIDE_TILE);
     let slots = max_tiles.saturating_sub(full_tiles);
     [3, 4, 5].map(|eighths| (full_tiles + slots * eighths / 8).max(slots))
 }
 
-/// The time of blocks that run in waves of as many as the device holds: on so many multiprocessors, up to so many on each. `wave` is the
-/// time of a wave with so many blocks on a multiprocessor.
+/// The time of blocks that run in waves of as many as the device holds: on so many multiprocessors, up to so many on
+/// each. `wave` is the time of a wave with so many blocks on a multiprocessor.
 fn time_of_waves(
     blocks: usize,
     (multiprocessors, per_multiprocessor): (usize, usize),
@@ -310,14 +313,15 @@ pub enum Mode {
 }
 
 impl LinearPlan {
-    /// The mode with which the layer takes least time in a batch of `num_tokens` tokens. `ranks` is the sum of the ranks of the distinct
-    /// adapters in the batch. `fused` is the layer's fused linear, if it has one. `stack_rank` is the rank of the stack that the layer is in,
-    /// if it has room for the batch.
+    /// The mode with which the layer takes least time in a batch of `num_tokens` tokens. `ranks` is the sum of the
+    /// ranks of the distinct adapters in the batch. `fused` is the layer's fused linear, if it has one. `stack_rank` is
+    /// the rank of the stack that the layer is in, if it has room for the batch.
     ///
-    /// The choice comes from measurements on an H200 in bf16, beside cuBLASLt's GEMMs (`benches/record/h200/layer.json`): in each of
-    /// them, the layer takes at most 5 % longer than with the best mode, on an H100 (`benches/record/h100/layer.json`) at most 7 %. That of
-    /// stacks is from `benches/record/designs.md`, "A as further rows of W". An expand within the operation behind the layer is not chosen,
-    /// because it depends on that operation.
+    /// The choice comes from measurements on an H200 in bf16, beside cuBLASLt's GEMMs
+    /// (`benches/record/h200/layer.json`): in each of them, the layer takes at most 5 % longer than with the best mode,
+    /// on an H100 (`benches/record/h100/layer.json`) at most 7 %. That of stacks is from `benches/record/designs.md`,
+    /// "A as further rows of W". An expand within the operation behind the layer is not chosen, because it depends on
+    /// that operation.
     pub fn fastest_mode(
         &self,
         num_tokens: usize,
