@@ -9,9 +9,8 @@ use crate::{
     contract::{self, ExpertsForm},
     cuda::{
         GroupedRoutes, Kernels, LaunchError, Matrix, MatrixMut, Step, WeightTable,
-        memory::Memory,
+        memory::{Memory, Operand},
         raw::{self, RawMatrix, dtype_code, int},
-        steps::Operand,
     },
     error::OperandError,
     ffi,

@@ -14,9 +14,8 @@ use crate::{
     contract,
     cuda::{
         LaunchError, Queue, Step, View,
-        memory::{Kept, Memory, Region},
+        memory::{Kept, Memory, Operand, Region},
         raw,
-        steps::Operand,
     },
     error::OperandError,
     plan::RouteCapacity,

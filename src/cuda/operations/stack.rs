@@ -8,9 +8,9 @@ use crate::{
     Element, Slot,
     cuda::{
         Buffer, LaunchError, MatrixMut, Step, WeightTable,
-        memory::{Kept, Region},
+        memory::{Kept, Operand, Region},
         raw,
-        steps::{Checked, Operand},
+        steps::Checked,
     },
     model::LinearId,
     plan::PlanError,

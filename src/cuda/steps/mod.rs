@@ -8,4 +8,3 @@ pub use self::{
     routing::{RoutedBatch, Routing},
     step::{Graph, Step, Workspace},
 };
-pub(in crate::cuda) use super::memory::Operand;
