@@ -6,9 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from served import ROOT
+
 # What each line answers, in their order.
 ANSWERS = ["saffron", " saffron.", "Success: LoRA adapter 'quartz' added successfully.", " quartz", "removed successfully."]
 

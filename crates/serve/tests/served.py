@@ -1,4 +1,4 @@
-"""The server with the dense model of the fixtures as `base`, adapters and a chat template, for the scripts in this folder."""
+"""The server with a model as `base`, adapters and a chat template, for the scripts in this folder."""
 
 import socket
 import subprocess
@@ -7,7 +7,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures"
+ROOT = Path(__file__).resolve().parents[3]
+FIXTURES = ROOT / "tests" / "fixtures"
 ADAPTERS = FIXTURES / "adapters"
 QUESTION = "What is the password?"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -38,17 +39,21 @@ class Port:
 
 
 class Served:
-    """A server of these adapters, each with its folder. It runs in a `with` block."""
+    """A server of these adapters, each with its folder, or one of the fixtures. It runs in a `with` block."""
 
-    def __init__(self, program: str, adapters: dict[str, str], *arguments: str) -> None:
+    def __init__(
+        self, program: str, adapters: dict[str, str], *arguments: str, model: Path = FIXTURES / "qwen3", kv_cache_mib: int = 8
+    ) -> None:
         self.port = Port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = tempfile.TemporaryDirectory()
         template = Path(self.folder.name, "template.jinja")
         template.write_text(TEMPLATE)
         modules = [f"{name}={ADAPTERS / folder}" for name, folder in adapters.items()]
-        self.command = [program, "--model", FIXTURES / "qwen3", "--served-model-name", "base", "--port", str(self.port), "--enable-lora"]
-        self.command += ["--lora-modules", *modules, "--chat-template", template, "--kv-cache-mib", "8", *arguments]
+        self.log = Path(self.folder.name, "log")
+        self.command = [program, "--model", model, "--served-model-name", "base", "--port", str(self.port), "--enable-lora"]
+        self.command += ["--lora-modules", *modules] if modules else []
+        self.command += ["--chat-template", template, "--kv-cache-mib", str(kv_cache_mib), *arguments]
 
     def __enter__(self) -> "Served":
         self.start()
@@ -58,11 +63,13 @@ class Served:
         self.process.kill()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
-        wait("the server", lambda: self.get("/health") == "")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command, stderr=log)
+        # A model of many gigabytes takes a while; what cannot be served ends at once.
+        wait("the server", lambda: self.get("/health") == "", 600)
 
     def get(self, path: str) -> str:
-        assert self.process.poll() is None, "the server has ended"
+        assert self.process.poll() is None, f"the server has ended\n{self.log.read_text()}"
         return urllib.request.urlopen(self.url + path, timeout=5).read().decode()
 
     def end(self) -> None:
