@@ -41,6 +41,8 @@ pub struct Run {
     pub host: Vec<Host>,
     #[serde(default)]
     pub traces: Vec<Trace>,
+    #[serde(default)]
+    pub first_tokens: Vec<FirstToken>,
     /// What was left out, and why.
     #[serde(default)]
     pub failures: Vec<String>,
@@ -55,6 +57,7 @@ impl Run {
             let models = models.chain(self.steps.iter_mut().map(|step| &mut step.model));
             let models = models.chain(self.host.iter_mut().map(|host| &mut host.model));
             let models = models.chain(self.traces.iter_mut().map(|trace| &mut trace.model));
+            let models = models.chain(self.first_tokens.iter_mut().map(|first| &mut first.model));
             models.for_each(|model| model.push_str(&format!(", tp {tp}")));
         }
     }
@@ -149,6 +152,24 @@ pub struct Trace {
     pub loads: f64,
 }
 
+/// The time to the first token of a prompt for an adapter that is on the device, in host memory, or in its source alone.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct FirstToken {
+    pub model: String,
+    pub rank: usize,
+    /// The adapter's factors.
+    pub bytes: usize,
+    /// Tokens.
+    pub prompt: usize,
+    /// Sequences of another adapter that run.
+    pub beside: u64,
+    pub runs: usize,
+    pub device_p50_ms: f64,
+    pub host_p50_ms: f64,
+    pub source_p50_ms: f64,
+}
+
 impl Record {
     /// Adds a run to the record in a file, or begins one.
     pub fn add(path: &Path, run: Run) -> Result<()> {
@@ -172,6 +193,7 @@ impl Record {
             ("Prefills", self.prefill_table()),
             ("Between steps", self.host_table()),
             ("The server under a trace", self.trace_table()),
+            ("The first token of an adapter", self.first_token_table()),
         ];
         let tables = tables.into_iter().filter(|(_, table)| !table.is_empty());
         let tables: Vec<String> = tables.map(|(name, table)| format!("**{name}**\n\n{}\n", table.markdown())).collect();
@@ -342,6 +364,26 @@ impl Record {
             ];
             row.extend(times.map(|ms| format!("{ms:.1}")));
             row.push(format!("{:.0}", trace.loads));
+            table.row(row);
+        }
+        table
+    }
+
+    fn first_token_table(&self) -> Table {
+        let mut table = Table::new(&[
+            "model",
+            "rank",
+            "MB",
+            "tokens of the prompt",
+            "sequences beside it",
+            "on the device, ms",
+            "in host memory, ms",
+            "in its directory, ms",
+        ]);
+        for (first, _) in self.last(|run| &run.first_tokens, |first| (&first.model, first.rank, first.beside)) {
+            let mut row = vec![first.model.clone(), first.rank.to_string(), format!("{:.0}", first.bytes as f64 / 1e6)];
+            row.extend([first.prompt.to_string(), first.beside.to_string()]);
+            row.extend([first.device_p50_ms, first.host_p50_ms, first.source_p50_ms].map(|ms| format!("{ms:.1}")));
             table.row(row);
         }
         table

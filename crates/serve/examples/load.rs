@@ -8,6 +8,10 @@
 //!
 //! All arguments of the server apply. Adapters of random weights are written below `--scratch`: one file, which all of
 //! them link to. Prompts are random tokens, and requests arrive when the trace says, whatever the server does.
+//!
+//! With `--first-tokens RUNS`, it measures the time to the first token for adapters on the device, in host memory and in
+//! their directories, whose file is in the page cache, beside 1 and 32 sequences of another adapter. The server then has
+//! room for a few adapters, so that there are always some in each place.
 
 use std::{
     collections::HashMap,
@@ -29,11 +33,23 @@ use half::bf16;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
+use tokio::task::JoinSet;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 /// Adapters that are loaded at the same time.
 const LOADS: usize = 8;
+
+/// Adapters whose first tokens are measured, and how many of them have room on the device and in host memory.
+const ADAPTERS: u32 = 16;
+const ON_DEVICE: usize = 4;
+const IN_HOST: usize = 8;
+/// From the slowest on, so that each finds an adapter: the last one's is on the device.
+const TIERS: [&str; 3] = ["source", "host", "device"];
+/// Tokens of the prompt, sequences beside it, and the tokens of their answers.
+const PROMPT: usize = 128;
+const BESIDE: [u64; 2] = [1, 32];
+const ANSWER: usize = 512;
 
 #[derive(Debug, Parser)]
 #[command(about = "Measures a server under a trace of requests")]
@@ -54,6 +70,9 @@ struct Arguments {
     /// Requests per second; all at once if absent
     #[arg(long)]
     rate: Option<f64>,
+    /// Instead of a trace, measures so many first tokens of adapters in each place
+    #[arg(long, value_name = "RUNS")]
+    first_tokens: Option<usize>,
     /// Where adapters are written
     #[arg(long, default_value = "target/load")]
     scratch: PathBuf,
@@ -70,9 +89,18 @@ struct Arrivals(Vec<Duration>);
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let Arguments { mut server, adapters, rank, zipf, requests, rate, scratch, gpu, out } = Arguments::parse();
+    let arguments = Arguments::parse();
+    let Arguments { mut server, mut adapters, rank, first_tokens, scratch, gpu, out, .. } = arguments;
     let started = Instant::now();
-    write_adapters(&server.model, &scratch, adapters, rank)?;
+    if first_tokens.is_some() {
+        adapters = ADAPTERS;
+    }
+    let bytes = write_adapters(&server.model, &scratch, adapters, rank)?;
+    if first_tokens.is_some() {
+        // Half of one more, for what blocks are rounded up to.
+        let mib = |count: usize| (bytes * (2 * count + 1) / 2).div_ceil(1 << 20);
+        (server.arena_mib, server.host_mib) = (mib(ON_DEVICE), mib(IN_HOST));
+    }
     let model = server.model.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     server.enable_lora = true;
     server.lora_root = Some(scratch);
@@ -97,12 +125,49 @@ async fn main() -> Result<()> {
     drop(loads);
     println!("{adapters} adapters of rank {rank}: loaded in {:.1} s", loading.elapsed().as_secs_f64());
 
-    let trace = Trace { seed: 0, requests, adapters, zipf, rate };
+    let mut figures = Run::default();
+    if let Some(runs) = first_tokens {
+        for beside in BESIDE {
+            let [source, host, device] = measure_first_tokens(&client, beside, runs, longest).await?;
+            figures.first_tokens.push(engine::FirstToken {
+                model: model.clone(),
+                rank,
+                bytes,
+                prompt: PROMPT,
+                beside,
+                runs,
+                device_p50_ms: device,
+                host_p50_ms: host,
+                source_p50_ms: source,
+            });
+        }
+    } else {
+        let Arguments { zipf, requests, rate, .. } = arguments;
+        let trace = Trace { seed: 0, requests, adapters, zipf, rate };
+        figures.traces = measure_trace(&client, &model, rank, trace, longest).await?;
+    }
+    if let Some(path) = out {
+        let (aril, commit) = (env!("CARGO_PKG_VERSION").to_owned(), option_env!("ARIL_COMMIT").map(str::to_owned));
+        let meta = Meta { gpu, aril, commit, seconds: started.elapsed().as_secs_f64(), ..Meta::default() };
+        Record::add(&path, Run { meta, ..figures }).map_err(|error| error.to_string())?;
+    }
+    let client = Arc::into_inner(client).ok_or("a request still runs")?;
+    Ok(client.running.shut_down().await?)
+}
+
+/// Measures the server under a trace: on the base model alone, then with the adapters.
+async fn measure_trace(
+    client: &Arc<Client>,
+    model: &str,
+    rank: usize,
+    trace: Trace,
+    longest: usize,
+) -> Result<Vec<engine::Trace>> {
     let requests = trace.draw().map_err(|error| error.to_string())?;
     let mut all = Vec::new();
     for is_base in [true, false] {
         let loads = client.metric("aril_pool_loads_total", "tier=\"device\"").await?;
-        let (elapsed, arrivals) = run(&client, &requests, longest, is_base).await?;
+        let (elapsed, arrivals) = run(client, &requests, longest, is_base).await?;
         let loads = client.metric("aril_pool_loads_total", "tier=\"device\"").await? - loads;
         let tokens: usize = arrivals.iter().map(|Arrivals(tokens)| tokens.len()).sum();
         let (mut first, mut between) = (Vec::new(), Vec::new());
@@ -113,12 +178,12 @@ async fn main() -> Result<()> {
         first.sort_by(f64::total_cmp);
         between.sort_by(f64::total_cmp);
         let figures = engine::Trace {
-            model: model.clone(),
-            adapters: if is_base { 0 } else { adapters },
+            model: model.to_owned(),
+            adapters: if is_base { 0 } else { trace.adapters },
             rank: if is_base { 0 } else { rank },
-            zipf,
+            zipf: trace.zipf,
             requests: arrivals.len(),
-            rate,
+            rate: trace.rate,
             requests_per_s: arrivals.len() as f64 / elapsed.as_secs_f64(),
             tokens_per_s: tokens as f64 / elapsed.as_secs_f64(),
             first_token_p50_ms: percentile(&first, 50),
@@ -130,18 +195,66 @@ async fn main() -> Result<()> {
         println!("{}", serde_json::to_string(&figures)?);
         all.push(figures);
     }
-    if let Some(path) = out {
-        let (aril, commit) = (env!("CARGO_PKG_VERSION").to_owned(), option_env!("ARIL_COMMIT").map(str::to_owned));
-        let meta = Meta { gpu, aril, commit, seconds: started.elapsed().as_secs_f64(), ..Meta::default() };
-        let run = Run { meta, traces: all, ..Run::default() };
-        Record::add(&path, run).map_err(|error| error.to_string())?;
+    Ok(all)
+}
+
+/// The time to the first token of adapters in each of [`TIERS`], in milliseconds, beside so many sequences.
+async fn measure_first_tokens(client: &Arc<Client>, beside: u64, runs: usize, longest: usize) -> Result<[f64; 3]> {
+    let mut sequences = JoinSet::new();
+    for seed in 0..beside {
+        let client = Arc::clone(client);
+        sequences.spawn(async move {
+            let body = completion(&name(1), &prompt(seed, 1), ANSWER.min(longest / 2));
+            loop {
+                if let Err(error) = client.stream(&body).await {
+                    return error;
+                }
+            }
+        });
     }
-    let client = Arc::into_inner(client).ok_or("a request still runs")?;
-    Ok(client.running.shut_down().await?)
+    while client.metric("vllm:num_requests_running", "").await? < beside as f64 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        if let Some(failed) = sequences.try_join_next() {
+            return Err(failed?);
+        }
+    }
+    let mut times = [const { Vec::new() }; TIERS.len()];
+    for seed in 0..runs as u64 {
+        for (tier, times) in TIERS.iter().zip(&mut times) {
+            let models: Value = serde_json::from_str(&client.get("/v1/models").await?)?;
+            let mut models = models["data"].as_array().into_iter().flatten();
+            let found = models.find(|model| model["tier"] == *tier && model["id"] != name(1));
+            let adapter =
+                found.and_then(|model| model["id"].as_str()).ok_or_else(|| format!("no adapter in {tier}"))?;
+            let Arrivals(tokens) = client.stream(&completion(adapter, &prompt(beside + seed, PROMPT), 1)).await?;
+            times.extend(tokens.first().map(|first| first.as_secs_f64() * 1e3));
+        }
+    }
+    sequences.shutdown().await;
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    Ok(times.map(|times| percentile(&times, 50)))
 }
 
 fn name(adapter: u32) -> String {
     format!("adapter-{adapter}")
+}
+
+/// Random tokens.
+fn prompt(seed: u64, tokens: usize) -> Vec<u32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..tokens).map(|_| rng.random_range(0..256)).collect()
+}
+
+/// A request for so many tokens.
+fn completion(model: &str, prompt: &[u32], tokens: usize) -> Value {
+    json!({
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": true,
+        "stream": true,
+    })
 }
 
 /// Sends all requests when they arrive, and returns how long it took to answer them.
@@ -159,21 +272,10 @@ async fn run(
             let client = Arc::clone(client);
             tokio::spawn(async move {
                 tokio::time::sleep_until((start + Duration::from_micros(request.arrival)).into()).await;
-                let mut rng = StdRng::seed_from_u64(seed);
                 let output = request.output.min(longest / 2);
-                let prompt = request.prompt.min(longest - output);
-                let prompt: Vec<u32> = (0..prompt).map(|_| rng.random_range(0..256)).collect();
+                let prompt = prompt(seed, request.prompt.min(longest - output));
                 let model = if is_base { "base".to_owned() } else { name(request.adapter) };
-                client
-                    .stream(&json!({
-                        "model": model,
-                        "prompt": prompt,
-                        "max_tokens": output,
-                        "temperature": 0,
-                        "ignore_eos": true,
-                        "stream": true,
-                    }))
-                    .await
+                client.stream(&completion(&model, &prompt, output)).await
             })
         })
         .collect();
@@ -201,6 +303,11 @@ impl Client {
 
     async fn post(&self, path: &str, body: &Value) -> Result<String> {
         Ok(self.send(path, body).await?.text().await?)
+    }
+
+    async fn get(&self, path: &str) -> Result<String> {
+        let url = format!("http://{}{path}", self.running.address());
+        Ok(self.http.get(url).send().await?.text().await?)
     }
 
     /// Reads a stream of tokens.
@@ -234,15 +341,14 @@ impl Client {
 
     /// The value of a metric, 0 if there is none yet.
     async fn metric(&self, name: &str, label: &str) -> Result<f64> {
-        let url = format!("http://{}/metrics", self.running.address());
-        let text = self.http.get(url).send().await?.text().await?;
+        let text = self.get("/metrics").await?;
         let line = text.lines().find(|line| line.starts_with(name) && line.contains(label));
         Ok(line.and_then(|line| line.rsplit(' ').next()).map_or(Ok(0.0), str::parse)?)
     }
 }
 
-/// Writes an adapter for all linear layers of a dense model, and links the others to it.
-fn write_adapters(model: &Path, scratch: &Path, count: u32, rank: usize) -> Result<()> {
+/// Writes an adapter for all linear layers of a dense model, and links the others to it. Returns the bytes of its factors.
+fn write_adapters(model: &Path, scratch: &Path, count: u32, rank: usize) -> Result<usize> {
     let config: Value = serde_json::from_slice(&fs::read(model.join("config.json"))?)?;
     let size = |name: &str| -> Result<usize> {
         let size = config[name].as_u64().ok_or_else(|| format!("config.json has no {name}"))?;
@@ -254,7 +360,7 @@ fn write_adapters(model: &Path, scratch: &Path, count: u32, rank: usize) -> Resu
     let longest = rank * hidden.max(inter).max(query);
     let noise: Vec<bf16> = (0..longest).map(|_| bf16::from_f32(rng.random_range(-0.02..0.02))).collect();
     let noise: &[u8] = bytemuck::cast_slice(&noise);
-    let mut tensors = HashMap::new();
+    let (mut tensors, mut size_of_all) = (HashMap::new(), 0);
     for layer in 0..size("num_hidden_layers")? {
         for (module, cols, rows) in [
             ("self_attn.q_proj", hidden, query),
@@ -267,6 +373,7 @@ fn write_adapters(model: &Path, scratch: &Path, count: u32, rank: usize) -> Resu
         ] {
             for (factor, shape) in [("A", [rank, cols]), ("B", [rows, rank])] {
                 let bytes = &noise[..shape.iter().product::<usize>() * size_of::<bf16>()];
+                size_of_all += bytes.len();
                 let path = format!("base_model.model.model.layers.{layer}.{module}.lora_{factor}.weight");
                 tensors.insert(path, TensorView::new(Dtype::BF16, shape.into(), bytes)?);
             }
@@ -289,5 +396,5 @@ fn write_adapters(model: &Path, scratch: &Path, count: u32, rank: usize) -> Resu
             fs::hard_link(first.join(file), dir.join(file))?;
         }
     }
-    Ok(())
+    Ok(size_of_all)
 }

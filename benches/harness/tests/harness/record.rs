@@ -8,6 +8,7 @@ use aril::{
 };
 use aril_bench::{
     documents,
+    engine::{self, FirstToken, Run},
     plots::{self, Axis, Line, Plot},
     record::{Record, repository},
     report::geometric_mean,
@@ -439,4 +440,26 @@ fn blocks_are_replaced_and_never_missed() {
     for (text, name) in [(text, "z"), ("<!-- record: x -->\nno end", "x")] {
         assert!(documents::fill(text, name, "").is_err());
     }
+}
+
+#[test]
+fn the_first_tokens_of_adapters_have_a_table() {
+    let first = |beside, source_p50_ms| FirstToken {
+        model: "Qwen3-8B".into(),
+        rank: 16,
+        bytes: 87_293_952,
+        prompt: 128,
+        beside,
+        runs: 20,
+        device_p50_ms: 20.0,
+        host_p50_ms: 24.25,
+        source_p50_ms,
+    };
+    let run = |first_tokens| Run { first_tokens, ..Run::default() };
+    let record = engine::Record { runs: vec![run(vec![first(1, 30.0), first(32, 40.0)]), run(vec![first(1, 31.0)])] };
+    let rows = [
+        "| Qwen3-8B | 16 | 87 | 128 | 1 | 20.0 | 24.2 | 31.0 |",
+        "| Qwen3-8B | 16 | 87 | 128 | 32 | 20.0 | 24.2 | 40.0 |",
+    ];
+    assert!(record.shown("").contains(&rows.join("\n")), "{}", record.shown(""));
 }
