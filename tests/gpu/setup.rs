@@ -6,7 +6,7 @@ use aril::{
     DType, Slot,
     adapter::Adapter,
     cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Step, WeightTable, Workspace},
-    error::LoadError,
+    error::{LoadError, OperandError},
     model::Model,
     plan::Capacity,
     routing::Batch,
@@ -123,10 +123,17 @@ impl Setup {
     /// What a replay of the graph adds.
     pub fn replay(&mut self, graph: &mut Graph, slots: &[i32]) -> [f32; TOKENS] {
         self.y.write(&vec![0.0; self.y.len()]).unwrap();
-        let slots = slots_of(&self.weights, slots);
-        let batch = self.routing.update(&Batch::new(&slots)).unwrap();
-        graph.replay(&mut self.weights.step(&batch, &mut self.workspace).unwrap()).unwrap();
-        self.added()
+        loop {
+            let slots = slots_of(&self.weights, slots);
+            let batch = self.routing.update(&Batch::new(&slots)).unwrap();
+            match self.weights.step(&batch, &mut self.workspace) {
+                Ok(mut step) => graph.replay(&mut step).unwrap(),
+                // Another thread has replaced the adapter since.
+                Err(LaunchError::Operand(OperandError::NotLoaded { .. })) => continue,
+                Err(error) => panic!("{error}"),
+            }
+            return self.added();
+        }
     }
 }
 

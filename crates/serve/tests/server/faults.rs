@@ -307,6 +307,8 @@ async fn nobody_waits_for_a_long_step() {
         "1024",
         "--step-seconds",
         "1",
+        "--device",
+        "cpu",
     ];
     let server = std::sync::Arc::new(Server::start_on(&dir.path().display().to_string(), &args).await);
     let asking = std::sync::Arc::clone(&server);

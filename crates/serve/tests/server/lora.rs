@@ -333,39 +333,46 @@ async fn adapters_are_loaded_for_their_first_request() {
 /// A pinned adapter is on the device when it has been loaded, and stays there, whatever else is asked for.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pinned_adapter_stays_on_the_device() {
+    a_pinned_adapter_stays("1").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pinned_adapter_stays_on_the_devices_of_ranks() {
+    a_pinned_adapter_stays("2").await;
+}
+
+async fn a_pinned_adapter_stays(tp: &str) {
     let root = fixture("adapters").display().to_string();
-    for tp in ["1", "2"] {
-        let server = Server::start(&["--enable-lora", "--lora-root", &root, "--max-loras", "1", "--tp", tp]).await;
-        let tiers = async || -> std::collections::BTreeMap<String, String> {
-            let models: Value = serde_json::from_str(&server.get("/v1/models").await.1).expect("it is JSON");
-            let models = models["data"].as_array().expect("it is a list").iter().skip(1);
-            models.map(|model| (model["id"].to_string(), model["tier"].to_string())).collect()
-        };
-        let pin = async |name: &str, pinned: bool| {
-            let body = json!({ "lora_name": name, "lora_path": name, "pinned": pinned });
-            server.post("/v1/load_lora_adapter", body).await
-        };
-        for (name, _) in &WORDS[1..5] {
-            assert_eq!(pin(name, false).await.0, 200);
-            assert_eq!(server.ask(name).await.0, 200);
-        }
-        // Three slots, all of which others have.
-        assert_eq!(pin("r4-qv", true).await.0, 200);
-        for _ in 0..2 {
-            assert_eq!(tiers().await["\"r4-qv\""], "\"device\"");
-            for (name, word) in &WORDS[..5] {
-                assert_eq!(text(&server.ask(name).await), format!(" {word}."));
-            }
-        }
-        // A slot is left for those that are not pinned.
-        assert_eq!(pin("layers", true).await.0, 200);
-        let refused = error(&pin("kv-only", true).await);
-        assert!(refused.0 == 400 && refused.1.contains("no room for those that are not"), "{refused:?}");
-        assert_eq!(error(&server.ask("kv-only").await).0, 404);
-        assert_eq!(server.unload("layers").await.0, 200);
-        assert_eq!(pin("kv-only", true).await.0, 200);
-        server.holds_nothing().await;
+    let server = Server::start(&["--enable-lora", "--lora-root", &root, "--max-loras", "1", "--tp", tp]).await;
+    let tiers = async || -> std::collections::BTreeMap<String, String> {
+        let models: Value = serde_json::from_str(&server.get("/v1/models").await.1).expect("it is JSON");
+        let models = models["data"].as_array().expect("it is a list").iter().skip(1);
+        models.map(|model| (model["id"].to_string(), model["tier"].to_string())).collect()
+    };
+    let pin = async |name: &str, pinned: bool| {
+        let body = json!({ "lora_name": name, "lora_path": name, "pinned": pinned });
+        server.post("/v1/load_lora_adapter", body).await
+    };
+    for (name, _) in &WORDS[1..5] {
+        assert_eq!(pin(name, false).await.0, 200);
+        assert_eq!(server.ask(name).await.0, 200);
     }
+    // Three slots, all of which others have.
+    assert_eq!(pin("r4-qv", true).await.0, 200);
+    for _ in 0..2 {
+        assert_eq!(tiers().await["\"r4-qv\""], "\"device\"");
+        for (name, word) in &WORDS[..5] {
+            assert_eq!(text(&server.ask(name).await), format!(" {word}."));
+        }
+    }
+    // A slot is left for those that are not pinned.
+    assert_eq!(pin("layers", true).await.0, 200);
+    let refused = error(&pin("kv-only", true).await);
+    assert!(refused.0 == 400 && refused.1.contains("no room for those that are not"), "{refused:?}");
+    assert_eq!(error(&server.ask("kv-only").await).0, 404);
+    assert_eq!(server.unload("layers").await.0, 200);
+    assert_eq!(pin("kv-only", true).await.0, 200);
+    server.holds_nothing().await;
 }
 
 /// An adapter whose files have changed is named as clients name it, once.
