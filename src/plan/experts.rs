@@ -7,10 +7,7 @@ use super::{
     BatchBounds, int, shared_memory,
     thresholds::{
         OUT_TILE, ROUTES_PER_TILE, TOKENS_PER_TILE, WIDE_TILE,
-        experts::{
-            EXPAND_PIECES, MIN_OUTS_PER_WARP, SHRINK_PIECES, WIDE_OUTS, max_blocks, max_blocks_beside_base,
-            max_wide_expand, max_wide_shrink, outs_per_warp,
-        },
+        experts::{EXPAND_PIECES, MIN_OUTS_PER_WARP, SHRINK_PIECES},
         linear::{LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, warpgroup_rank_tiles},
     },
 };
@@ -184,6 +181,7 @@ impl ProjectionPlan {
     pub(crate) fn launch(&self, form: ffi::aril_experts_form, batch: ExpertsBatch) -> ffi::aril_experts_plan {
         let ExpertsBatch { bounds: BatchBounds { num_tokens, small_tiles, table_rank, .. }, top_k, .. } = batch;
         let (num_routes, multiprocessors) = (num_tokens * top_k, self.device.multiprocessors);
+        let measured = self.device.measured();
         let rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let tiles = self.max_tiles(ROUTES_PER_TILE, num_routes);
         let of_tokens = if self.from_tokens {
@@ -205,9 +203,9 @@ impl ProjectionPlan {
         let expand_pieces = slices * self.out_features.div_ceil(outs);
         let grouped_by = GroupedBy::of(num_routes);
         let is_first = grouped_by == GroupedBy::FirstOperation;
-        let max_small = max_blocks(grouped_by, multiprocessors);
+        let max_small = multiprocessors * measured.max_blocks(grouped_by);
         let is_beside_base = batch.inputs != Inputs::InFront;
-        let max_expand = if is_beside_base { max_blocks_beside_base(multiprocessors) } else { max_small };
+        let max_expand = if is_beside_base { multiprocessors * measured.max_blocks_beside_base } else { max_small };
         // If one block groups the routes, shrink gets one block less, so that all blocks of shrink start at once.
         let max_shrink = max_small - usize::from(is_first);
         // At least all pieces of one tile.
@@ -248,23 +246,25 @@ impl ProjectionPlan {
     #[cfg(any(feature = "cuda", test))]
     fn with_wide_tiles(&self, launch: ffi::aril_experts_plan, batch: ExpertsBatch) -> ffi::aril_experts_plan {
         let ExpertsBatch { bounds: BatchBounds { num_tokens, table_rank, .. }, top_k, .. } = batch;
-        let multiprocessors = self.device.multiprocessors;
+        let (measured, multiprocessors) = (self.device.measured(), self.device.multiprocessors);
         let tiles = self.max_tiles(WIDE_TILE, num_tokens * top_k);
         let of_tokens = if self.from_tokens { self.capacity.max_wide_tiles(num_tokens) } else { 0 };
         let most_rank_tiles = self.num_slices * self.capacity.max_rank.div_ceil(RANK_TILE);
         let shrink_pieces = most_rank_tiles.div_ceil(LARGE_M_RANK_TILES) * self.num_slabs();
-        let expand_pieces = self.num_slices * self.out_features.div_ceil(WIDE_OUTS);
+        let expand_pieces = self.num_slices * self.out_features.div_ceil(measured.wide_outs);
         let all_rank_tiles = self.num_slices * table_rank.div_ceil(RANK_TILE);
         let rank_tiles = warpgroup_rank_tiles(all_rank_tiles);
         let most = LARGE_M_WARPGROUPS.min(all_rank_tiles.div_ceil(rank_tiles));
         let (warpgroups, shrink_bytes) = shared_memory::wide_shrink(rank_tiles, most, self.device);
         ffi::aril_experts_plan {
-            wide_shrink_blocks: int(((tiles + of_tokens) * shrink_pieces).min(max_wide_shrink(multiprocessors))),
+            wide_shrink_blocks: int(
+                ((tiles + of_tokens) * shrink_pieces).min(multiprocessors * measured.max_wide_shrink)
+            ),
             rank_tiles: int(rank_tiles),
             warpgroups: int(warpgroups),
             wide_shrink_smem_bytes: int(shrink_bytes),
-            wide_expand_blocks: int((tiles * expand_pieces).min(max_wide_expand(multiprocessors))),
-            wide_outs_per_block: int(WIDE_OUTS),
+            wide_expand_blocks: int((tiles * expand_pieces).min(multiprocessors * measured.max_wide_expand)),
+            wide_outs_per_block: int(measured.wide_outs),
             wide_expand_smem_bytes: int(shared_memory::wide_expand(table_rank, self.device)),
             ..launch
         }
@@ -273,7 +273,7 @@ impl ProjectionPlan {
     /// Outputs of one slice that a warp of expand computes.
     #[cfg(any(feature = "cuda", test))]
     fn outs_per_warp(&self, table_rank: usize) -> usize {
-        let outs = outs_per_warp(self.capacity.max_rank);
+        let outs = self.device.measured().outs_per_warp(self.capacity.max_rank);
         let warp_bytes = shared_memory::expand_warp(self.dtype, table_rank, outs);
         let fit = shared_memory::route_tiles(warp_bytes, None) <= shared_memory::of_block(self.device);
         if fit { outs } else { OUT_TILE }

@@ -21,10 +21,7 @@ use crate::{
 };
 
 #[cfg(any(feature = "cuda", test))]
-use super::{
-    int,
-    thresholds::forward::{RINGS, TRIGGER_BOXES},
-};
+use super::{int, thresholds::forward::RINGS};
 
 /// How a fused linear layer is launched: `y = x Wᵀ + bias + scaling · B (A x)`, of up to [`MAX_FORWARD_TOKENS`] tokens.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -36,6 +33,7 @@ pub struct ForwardPlan {
     splits: usize,
     strips: usize,
     passes: usize,
+    trigger_boxes: usize,
     /// For batches of up to 8, 16 and 32 tokens, as far as the capacity and the device go.
     rings: Vec<ffi::aril_forward_ring>,
 }
@@ -66,7 +64,8 @@ impl ForwardPlan {
         let out_features: Vec<usize> = site.slices().iter().map(SliceSite::out_features).collect();
         limit("out_features", out_features.iter().sum(), MAX_FEATURES)?;
         let splits = splits(&out_features);
-        Self { dtype, out_features, in_features, capacity, splits, strips: 0, passes: 0, rings: Vec::new() }
+        let (strips, passes, trigger_boxes, rings) = (0, 0, 0, Vec::new());
+        Self { dtype, out_features, in_features, capacity, splits, strips, passes, trigger_boxes, rings }
             .on(Device::H100)
     }
 
@@ -100,7 +99,8 @@ impl ForwardPlan {
                 let mut ring = |tiles| ring::ring(&grid, tiles, shared_bytes).map_err(|bytes| needed = bytes);
                 let rings: Vec<_> = sizes.clone().map_while(|tiles| ring(tiles).ok()).collect();
                 if !rings.is_empty() {
-                    return Ok(Self { rings, strips, passes, ..self });
+                    let trigger_boxes = device.measured().trigger_boxes;
+                    return Ok(Self { rings, strips, passes, trigger_boxes, ..self });
                 }
             }
         }
@@ -135,7 +135,7 @@ impl ForwardPlan {
             strips: int(self.strips),
             passes: int(self.passes),
             clusters: int(clusters(&self.out_features, self.strips)),
-            trigger_boxes: int(TRIGGER_BOXES),
+            trigger_boxes: int(self.trigger_boxes),
             rings,
         }
     }

@@ -1,10 +1,13 @@
 //! Every number that a plan decides by, and the questions that plans ask of them.
 //!
 //! Limits and tile shapes are those of the kernels, from `csrc/aril.h`. The other thresholds were measured on an H100
-//! SXM; each says what it was measured against. No result depends on a threshold: every choice is bit-identical. The
-//! exception is how many blocks share a row of a fused linear ([`forward`]), which is a function of the layer's shape
-//! alone.
+//! SXM; each says what it was measured against. Those that size launches are in a table by family of devices,
+//! [`FAMILIES`]. Those that a workspace depends on are the same on all devices: [`linear::LARGE_M_TOKENS`],
+//! [`linear::LARGE_M_WORK`] and [`linear::MIN_SPAN_BLOCKS`]. No result depends on a threshold: every choice is
+//! bit-identical. The exception is how many blocks share a row of a fused linear ([`forward`]), which is a function of
+//! the layer's shape alone.
 
+use super::Device;
 use crate::ffi;
 
 /// The largest number of slots in a weight table.
@@ -109,21 +112,6 @@ pub(super) mod linear {
             _ => LARGE_M_RANK_TILES,
         }
     }
-    /// Blocks of shrink (large_m) of one warpgroup that share a multiprocessor of an H200, by the warpgroup's rank
-    /// tiles. A block of more warpgroups has it to itself.
-    pub(in crate::plan) const fn resident_shrink(rank_tiles: usize) -> usize {
-        match rank_tiles {
-            0..=2 => 5,
-            3..=4 => 4,
-            _ => 3,
-        }
-    }
-    /// The time of a K tile beside so many resident blocks, and of the start of a block: a model of an H200
-    /// (`benches/record/designs.md`, "Waves of blocks").
-    pub(in crate::plan) const fn shrink_k_tile(resident: usize) -> usize {
-        4 * (resident + 1)
-    }
-    pub(in crate::plan) const SHRINK_START: usize = 10;
     /// With wide tiles, shrink reduces spans instead of slabs from this many blocks on. 500 is faster than 300 in the
     /// largest layers.
     pub(in crate::plan) const MIN_SPAN_BLOCKS: usize = 500;
@@ -131,51 +119,17 @@ pub(super) mod linear {
     /// An expand block computes a multiple of this many outputs of one slice.
     pub(in crate::plan) const SMALL_M_OUTS: usize = ffi::ARIL_OUTS_SMALL_M as usize;
     pub(in crate::plan) const LARGE_M_OUTS: usize = ffi::ARIL_OUTS_LARGE_M as usize;
-    /// The most of them on wide tiles. Up to 3072 outputs are 1 % faster than up to 2048 at ranks above 40.
-    pub(in crate::plan) const MAX_LARGE_M_OUTS: usize = 24 * LARGE_M_OUTS;
-    /// Blocks of expand on wide tiles that share a multiprocessor of an H200, with two stages each, and of SiLU·mul.
-    pub(in crate::plan) const fn resident_expand(max_rank: usize) -> usize {
-        if max_rank <= 40 { 3 } else { 2 }
-    }
-    pub(in crate::plan) const RESIDENT_SILU_MUL: usize = 2;
-    /// How long the start of such a block takes, less its rank, and how long [`LARGE_M_OUTS`] outputs of a tile take
-    /// beside so many resident blocks: a model of an H200 (`benches/record/designs.md`, "Waves of blocks").
-    pub(in crate::plan) const LARGE_M_START: usize = 112;
-    pub(in crate::plan) const fn large_m_outs_time(resident: usize) -> usize {
-        16 * (resident + 3)
-    }
-    /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many
-    /// slots has thread blocks for a batch of few, which take turns on more tiles.
-    pub(in crate::plan) const FEW_TILES: usize = 8;
-    /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle
-    /// (H200, `benches/record/designs.md`, "Tables of many slots").
-    pub(in crate::plan) const fn most_blocks(multiprocessors: usize) -> usize {
-        multiprocessors * 125 / 11
-    }
-    /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same
-    /// table).
-    pub(in crate::plan) const fn turns_blocks(multiprocessors: usize) -> usize {
-        multiprocessors * 9 / 2
-    }
     /// A layer has wide tiles from this many tokens on if a token has at least so much work: the largest rank times the
     /// sum of twice the input features of each slice and the output features. With 384 and 512 tokens of 2 or 8
     /// adapters, layers with that much take 0.48 to 1.03 of their time on small tiles, and layers with less 0.83 to
     /// 2.0. With 256 tokens, it depends on the number of adapters.
     pub(in crate::plan) const LARGE_M_TOKENS: usize = 320;
     pub(in crate::plan) const LARGE_M_WORK: usize = 1_700_000;
-    /// The most bytes of B that a small-tile expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more
-    /// adapters.
-    pub(in crate::plan) const MAX_B_BYTES: usize = 64 << 10;
-    /// Expand blocks shrink until there are this many. On 132 multiprocessors, 264 has a better mean over all workloads
-    /// than 132, 400 or 528.
-    pub(in crate::plan) const fn min_expand_blocks(multiprocessors: usize) -> usize {
-        2 * multiprocessors
-    }
 }
 
 /// How the launches of a projection of experts are sized.
 pub(super) mod experts {
-    use super::{GroupedBy, K_TILES_PER_SLAB, OUT_TILE, WARPS};
+    use super::{K_TILES_PER_SLAB, WARPS};
     use crate::ffi;
 
     /// Pieces (a tile of routes times a rank tile or a range of outputs) that one block of shrink or expand works on at
@@ -185,70 +139,10 @@ pub(super) mod experts {
 
     /// The fewest outputs of all slices, or of a token, that a warp of expand computes.
     pub(in crate::plan) const MIN_OUTS_PER_WARP: usize = ffi::ARIL_OUT_UNIT as usize;
-
-    /// Outputs of one slice that a warp of expand computes, where a block has shared memory for them. Up to rank 16,
-    /// 128 are up to 6 % faster than an output tile, 64, which fits everywhere (`have_room_everywhere` of
-    /// `csrc/moe/expand.cuh`).
-    pub(in crate::plan) const fn outs_per_warp(max_rank: usize) -> usize {
-        if max_rank <= 16 { 128 } else { OUT_TILE }
-    }
-
-    /// The most blocks of shrink, and of expand. One per multiprocessor where each operation groups the routes itself,
-    /// so that both are resident at once, and two otherwise: up to 15 % faster each. Beside the base operation in
-    /// front, expand has two in any case: what a warp does behind that operation is shorter.
-    pub(in crate::plan) const fn max_blocks(grouped_by: GroupedBy, multiprocessors: usize) -> usize {
-        match grouped_by {
-            GroupedBy::EachOperation => multiprocessors,
-            GroupedBy::FirstOperation | GroupedBy::Kernel => 2 * multiprocessors,
-        }
-    }
-    /// The most blocks of expand beside the base operation.
-    pub(in crate::plan) const fn max_blocks_beside_base(multiprocessors: usize) -> usize {
-        2 * multiprocessors
-    }
-
-    /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or
-    /// 256.
-    pub(in crate::plan) const WIDE_OUTS: usize = 1024;
-    /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in
-    /// work; twice as many are no faster, and take longer to find that they have none.
-    pub(in crate::plan) const fn max_wide_shrink(multiprocessors: usize) -> usize {
-        8 * multiprocessors
-    }
-    pub(in crate::plan) const fn max_wide_expand(multiprocessors: usize) -> usize {
-        9 * multiprocessors
-    }
 }
 
 /// The largest number of tokens of a fused linear.
 pub const MAX_FORWARD_TOKENS: usize = ffi::ARIL_FORWARD_TOKENS as usize;
-
-/// Which mode adds least to a layer on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and
-/// 32B, with 8 adapters and with one for each token).
-pub(super) mod mode {
-    /// The mode is fused where the base weights have so many times the bytes of the adapters' factors:
-    ///
-    /// | tokens | blocks share rows, and read x once | others |
-    /// |---|---|---|
-    /// | up to 16 | 1 time | 3 times |
-    /// | more | 2 times, down 1 | 5 times, down 3 |
-    ///
-    /// down has at least twice as many input features as outputs.
-    pub(in crate::plan) const fn base_to_factors(num_tokens: usize, reads_input_once: bool, is_down: bool) -> usize {
-        match (num_tokens, reads_input_once, is_down) {
-            (..=16, true, _) | (_, true, true) => 1,
-            (_, true, false) => 2,
-            (..=16, false, _) | (_, false, true) => 3,
-            (_, false, false) => 5,
-        }
-    }
-
-    /// With higher ranks, the rows of a stack cost a GEMM of many tokens more than launches for deltas. Of fewer tokens
-    /// than 32 there is no measurement.
-    pub(in crate::plan) const fn is_fastest_stacked(num_tokens: usize, stack_rank: usize) -> bool {
-        num_tokens >= 32 && (num_tokens <= 512 || stack_rank <= 32)
-    }
-}
 
 /// How a fused linear is launched.
 pub(super) mod forward {
@@ -268,9 +162,6 @@ pub(super) mod forward {
     /// what they know of the batch; tokens of a segment.
     pub(in crate::plan) const BOX_FEATURES: usize = ffi::ARIL_FORWARD_BOX_FEATURES as usize;
     pub(in crate::plan) const MAX_STAGES: usize = ffi::ARIL_FORWARD_STAGES as usize;
-    /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 %
-    /// slower with 8, 3 to 5 % with 32.)
-    pub(in crate::plan) const TRIGGER_BOXES: usize = 16;
     /// How often a block polls for another one's sum before it computes the sum itself. Takes about a millisecond.
     #[cfg(feature = "cuda")]
     pub(in crate::plan) const POLLS: usize = 1024;
@@ -289,4 +180,177 @@ pub(super) mod forward {
 
     /// Blocks that share rows are chosen as for so many, an H100's, on every device: the order of sums depends on them.
     pub(in crate::plan) const BLOCKS: usize = Device::H100.multiprocessors;
+}
+
+/// Families of devices, by the lowest compute capability of each: a device is of the last one that is not above it.
+/// Nothing was measured but on Hopper, whose thresholds the others have until figures of theirs are entered here
+/// (`Measured { resident_silu_mul: 1, ..HOPPER }`).
+static FAMILIES: [((i32, i32), Measured); 5] =
+    [((8, 0), HOPPER), ((8, 6), HOPPER), ((9, 0), HOPPER), ((10, 0), HOPPER), ((12, 0), HOPPER)];
+
+const HOPPER: Measured = Measured {
+    max_b_bytes: 64 << 10,
+    min_expand_blocks: 2,
+    few_tiles: 8,
+    most_blocks: (125, 11),
+    turns_blocks: (9, 2),
+    resident_shrink: [5, 4, 3],
+    shrink_start: 10,
+    shrink_k_tile: (4, 4),
+    max_large_m_outs: 24 * linear::LARGE_M_OUTS,
+    resident_expand: [3, 2],
+    resident_silu_mul: 2,
+    large_m_start: 112,
+    large_m_outs: (48, 16),
+    outs_per_warp: (16, 128),
+    max_blocks: [1, 2],
+    max_blocks_beside_base: 2,
+    wide_outs: 1024,
+    max_wide_shrink: 8,
+    max_wide_expand: 9,
+    base_to_factors: [[[1, 1], [3, 3]], [[2, 1], [5, 3]]],
+    least_stacked: 32,
+    stacked_any_rank: 512,
+    stacked_rank: 32,
+    trigger_boxes: 16,
+};
+
+impl Device {
+    /// What was measured on its family.
+    pub(super) fn measured(self) -> &'static Measured {
+        let [(_, first), ..] = &FAMILIES;
+        let of_family = FAMILIES.iter().rev().find(|(lowest, _)| *lowest <= self.compute_capability);
+        of_family.map_or(first, |(_, measured)| measured)
+    }
+}
+
+/// What was measured on a family of devices. Numbers of blocks are for each multiprocessor; of a pair, a fraction.
+#[derive(Debug)]
+pub(super) struct Measured {
+    // Linear layers on small tiles.
+    /// The most bytes of B that an expand block reads. 64 KB is 2 % faster than 32 KB with 128 or more adapters.
+    pub(super) max_b_bytes: usize,
+    /// Expand blocks shrink until there are this many. On 132 multiprocessors, 264 has a better mean over all workloads
+    /// than 132, 400 or 528.
+    pub(super) min_expand_blocks: usize,
+    /// A batch of few slots has up to so many small tiles more than a batch of one slot. The grid of a table of many
+    /// slots has thread blocks for a batch of few, which take turns on more tiles.
+    pub(super) few_tiles: usize,
+    /// A grid of small tiles of more blocks takes turns: 1,500 on 132 multiprocessors. Nearly all of them would be idle
+    /// (H200, `benches/record/designs.md`, "Tables of many slots").
+    pub(super) most_blocks: (usize, usize),
+    /// It has blocks of shrink, and of expand, for as many tiles as make so many: 594 on 132 multiprocessors (the same
+    /// table).
+    pub(super) turns_blocks: (usize, usize),
+
+    // Linear layers on wide tiles: a model of an H200 (`benches/record/designs.md`, "Waves of blocks"). Times are a
+    // constant, and so much for each resident block.
+    /// Blocks of shrink of one warpgroup that share a multiprocessor, by the warpgroup's rank tiles: up to 2, up to 4
+    /// and more. A block of more warpgroups has it to itself.
+    pub(super) resident_shrink: [usize; 3],
+    /// The time of the start of such a block, and of a K tile.
+    pub(super) shrink_start: usize,
+    pub(super) shrink_k_tile: (usize, usize),
+    /// The most outputs of an expand block. Up to 3072 are 1 % faster than up to 2048 at ranks above 40.
+    pub(super) max_large_m_outs: usize,
+    /// Blocks of expand that share a multiprocessor, with two stages each: up to rank 40, and above. And of SiLU·mul.
+    pub(super) resident_expand: [usize; 2],
+    pub(super) resident_silu_mul: usize,
+    /// How long the start of such a block takes, less its rank, and how long [`linear::LARGE_M_OUTS`] outputs of a tile
+    /// take.
+    pub(super) large_m_start: usize,
+    pub(super) large_m_outs: (usize, usize),
+
+    // Experts.
+    /// Up to the former rank, the outputs of one slice that a warp of expand computes, where a block has shared memory
+    /// for them. Up to rank 16, 128 are up to 6 % faster than an output tile, 64, which fits everywhere
+    /// (`have_room_everywhere` of `csrc/moe/expand.cuh`).
+    pub(super) outs_per_warp: (usize, usize),
+    /// The most blocks of shrink, and of expand: where each operation groups the routes itself, and otherwise. One for
+    /// the former, so that both are resident at once, and two for the latter: up to 15 % faster each.
+    pub(super) max_blocks: [usize; 2],
+    /// The most blocks of expand beside the base operation in front: what a warp does behind that operation is shorter.
+    pub(super) max_blocks_beside_base: usize,
+    /// With wide tiles, outputs of one slice that an expand block computes. 1024 are 2 to 12 % faster than 768, 512 or
+    /// 256.
+    pub(super) wide_outs: usize,
+    /// The most blocks with wide tiles. Up to 4 % faster than as many as are resident at once, because blocks differ in
+    /// work; twice as many are no faster, and take longer to find that they have none.
+    pub(super) max_wide_shrink: usize,
+    pub(super) max_wide_expand: usize,
+
+    // Which mode adds least to a layer, on an H200 and an H100 (`layer.json` of `benches/record`, layers of Qwen3-8B and
+    // 32B, with 8 adapters and with one for each token).
+    /// The mode is fused where the base weights have so many times the bytes of the adapters' factors: with up to 16
+    /// tokens, and with more; where blocks share rows and read x once, and elsewhere; of other layers, and of down, which
+    /// has at least twice as many input features as outputs.
+    pub(super) base_to_factors: [[[usize; 2]; 2]; 2],
+    /// Otherwise it is stacked from so many tokens on. Of fewer than 32 there is no measurement.
+    pub(super) least_stacked: usize,
+    /// With more tokens than the former, up to the latter rank: with higher ranks, the rows of a stack cost a GEMM of
+    /// many tokens more than launches for deltas.
+    pub(super) stacked_any_rank: usize,
+    pub(super) stacked_rank: usize,
+
+    // Fused linear layers.
+    /// Dependents begin when a block has this many boxes of features left to load. (H200, chain of layers: 6 to 9 %
+    /// slower with 8, 3 to 5 % with 32.)
+    pub(super) trigger_boxes: usize,
+}
+
+impl Measured {
+    pub(super) fn resident_shrink(&self, rank_tiles: usize) -> usize {
+        let [two, four, more] = self.resident_shrink;
+        match linear::warpgroup_rank_tiles(rank_tiles) {
+            2 => two,
+            4 => four,
+            _ => more,
+        }
+    }
+
+    pub(super) fn resident_expand(&self, max_rank: usize) -> usize {
+        self.resident_expand[usize::from(max_rank > 40)]
+    }
+
+    pub(super) fn outs_per_warp(&self, max_rank: usize) -> usize {
+        let (most_rank, outs) = self.outs_per_warp;
+        if max_rank <= most_rank { outs } else { OUT_TILE }
+    }
+
+    pub(super) fn max_blocks(&self, grouped_by: GroupedBy) -> usize {
+        self.max_blocks[usize::from(grouped_by != GroupedBy::EachOperation)]
+    }
+
+    pub(super) fn base_to_factors(&self, num_tokens: usize, reads_input_once: bool, is_down: bool) -> usize {
+        self.base_to_factors[usize::from(num_tokens > 16)][usize::from(!reads_input_once)][usize::from(is_down)]
+    }
+
+    pub(super) fn is_fastest_stacked(&self, num_tokens: usize, stack_rank: usize) -> bool {
+        num_tokens >= self.least_stacked && (num_tokens <= self.stacked_any_rank || stack_rank <= self.stacked_rank)
+    }
+}
+
+/// So many of each multiprocessor, or a time beside so many resident blocks.
+pub(super) const fn times((numerator, denominator): (usize, usize), multiprocessors: usize) -> usize {
+    multiprocessors * numerator / denominator
+}
+pub(super) const fn time_beside((constant, of_each): (usize, usize), resident: usize) -> usize {
+    constant + of_each * resident
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::{Device, FAMILIES};
+
+    #[test]
+    fn a_device_has_the_thresholds_of_its_family() {
+        let capabilities = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)];
+        let families = [0, 0, 1, 1, 2, 3, 3, 4, 4];
+        for (compute_capability, family) in capabilities.into_iter().zip(families) {
+            let measured = Device { compute_capability, ..Device::H100 }.measured();
+            assert!(ptr::eq(measured, &raw const FAMILIES[family].1), "{compute_capability:?}");
+        }
+    }
 }

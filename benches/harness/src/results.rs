@@ -40,6 +40,9 @@ pub struct Results {
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub struct Meta {
     pub gpu: String,
+    /// What plans ask of it, if it has no record yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     pub aril: String,
     /// The commit of the build, if its environment named one (`ARIL_COMMIT`).
     #[serde(default, skip_serializing_if = "Option::is_none")]

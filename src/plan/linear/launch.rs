@@ -10,10 +10,8 @@ use crate::{
         int, shared_memory,
         thresholds::{
             RANK_TILE, TOKENS_PER_TILE, is_small_m, is_staged,
-            linear::{
-                FEW_TILES, LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, RESIDENT_SILU_MUL, SHRINK_START,
-                SMALL_M_RANK_TILES, most_blocks, resident_shrink, shrink_k_tile, turns_blocks, warpgroup_rank_tiles,
-            },
+            linear::{LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_WARPGROUPS, SMALL_M_RANK_TILES, warpgroup_rank_tiles},
+            time_beside, times,
         },
     },
 };
@@ -60,15 +58,17 @@ impl LinearPlan {
     /// The launch in turns, if it has too many blocks for all tiles at once.
     fn in_turns(&self, launch: ffi::aril_linear_plan, outs: usize, batch: BatchBounds) -> ffi::aril_linear_plan {
         let BatchBounds { num_tokens, small_tiles, table_rank, .. } = batch;
-        let multiprocessors = self.device.multiprocessors;
-        let few_tiles = small_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + FEW_TILES);
+        let (measured, multiprocessors) = (self.device.measured(), self.device.multiprocessors);
+        let few_tiles = small_tiles.min(num_tokens.div_ceil(TOKENS_PER_TILE) + measured.few_tiles);
         let shrink_blocks = self.rank_tiles_of(table_rank).div_ceil(SMALL_M_RANK_TILES) * self.num_slabs();
         let blocks = out_blocks(&self.out_features, outs);
-        if few_tiles == small_tiles || small_tiles * (shrink_blocks + blocks) <= most_blocks(multiprocessors) {
+        let most_blocks = times(measured.most_blocks, multiprocessors);
+        if few_tiles == small_tiles || small_tiles * (shrink_blocks + blocks) <= most_blocks {
             return launch;
         }
         // So many tiles have blocks, of which a tile has so many.
-        let tiles = |blocks: usize| few_tiles.max(turns_blocks(multiprocessors).div_ceil(blocks)).min(small_tiles);
+        let turns_blocks = times(measured.turns_blocks, multiprocessors);
+        let tiles = |blocks: usize| few_tiles.max(turns_blocks.div_ceil(blocks)).min(small_tiles);
         let outs_of_few = self.outs_per_block(num_tokens, few_tiles);
         let of_few = few_tiles * out_blocks(&self.out_features, outs_of_few);
         ffi::aril_linear_plan {
@@ -99,9 +99,9 @@ impl LinearPlan {
 
     /// Splits that one shrink block of wide tiles reduces, one after the other.
     fn splits_per_block(&self, num_tokens: usize, max_tiles: usize) -> usize {
-        let (rank_tiles, most) = (self.rank_tiles(), LARGE_M_RANK_TILES);
+        let (measured, rank_tiles, most) = (self.device.measured(), self.rank_tiles(), LARGE_M_RANK_TILES);
         let (rank_blocks, per_multiprocessor) = if rank_tiles <= most * self.out_features.len() {
-            (rank_tiles.div_ceil(most), resident_shrink(rank_tiles))
+            (rank_tiles.div_ceil(most), measured.resident_shrink(rank_tiles))
         } else {
             (rank_tiles.div_ceil(most * LARGE_M_WARPGROUPS), 1)
         };
@@ -111,7 +111,8 @@ impl LinearPlan {
         let time = |splits_per_block: usize| -> usize {
             let k_tiles = splits_per_block * self.k_tiles_per_split(num_tokens);
             let blocks_of_tile = rank_blocks * splits.div_ceil(splits_per_block);
-            let wave = |resident: usize| SHRINK_START + k_tiles * shrink_k_tile(resident);
+            let wave =
+                |resident: usize| measured.shrink_start + k_tiles * time_beside(measured.shrink_k_tile, resident);
             tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, places, wave)).iter().sum()
         };
         (1..=splits).min_by_key(|&splits_per_block| time(splits_per_block)).expect("there is a split")
@@ -126,13 +127,13 @@ impl LinearPlan {
     pub(crate) fn silu_mul_launch(&self, batch: BatchBounds) -> ffi::aril_linear_plan {
         let BatchBounds { num_tokens, table_rank, .. } = batch;
         let (features, max_rank) = (&self.out_features[..1], self.capacity.max_rank);
-        let (is_large_m, multiprocessors) = (self.is_large_m(num_tokens), self.device.multiprocessors);
+        let (is_large_m, device) = (self.is_large_m(num_tokens), self.device);
         let tiles = self.max_tiles(batch);
         let outs = if is_large_m && is_staged(max_rank) {
-            wide_outs(features, (multiprocessors, RESIDENT_SILU_MUL), max_rank, num_tokens, tiles)
+            wide_outs(features, device.measured().resident_silu_mul, max_rank, num_tokens, tiles, device)
         } else {
             let step = (LARGE_M_OUTS, b_bytes(2 * LARGE_M_OUTS, max_rank));
-            small_outs(features, step, tiles, multiprocessors)
+            small_outs(features, step, tiles, device)
         };
         let wide = (is_large_m && is_staged(table_rank)).then(|| shared_memory::wide_silu_mul(table_rank, self.device));
         let wide = wide.flatten();

@@ -15,11 +15,10 @@ use super::{
     thresholds::{
         K_TILE, K_TILES_PER_SLAB, K_TILES_PER_SPAN, MAX_GRID_X, MAX_GRID_Y, RANK_TILE, SMALL_M, WIDE_TILE, is_staged,
         linear::{
-            LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_START, LARGE_M_TOKENS, LARGE_M_WORK, MAX_B_BYTES,
-            MAX_LARGE_M_OUTS, MIN_SPAN_BLOCKS, SMALL_M_OUTS, SMALL_M_RANK_TILES, large_m_outs_time, min_expand_blocks,
-            resident_expand,
+            LARGE_M_OUTS, LARGE_M_RANK_TILES, LARGE_M_TOKENS, LARGE_M_WORK, MIN_SPAN_BLOCKS, SMALL_M_OUTS,
+            SMALL_M_RANK_TILES,
         },
-        mode::{base_to_factors, is_fastest_stacked},
+        time_beside,
     },
 };
 use crate::{
@@ -220,28 +219,34 @@ pub(crate) fn outs_per_block(
     tiles: usize,
     device: Device,
 ) -> usize {
-    let multiprocessors = device.sizable().multiprocessors;
     if let Some(tokens) = wide_tokens.filter(|_| is_staged(max_rank)) {
-        return wide_outs(out_features, (multiprocessors, resident_expand(max_rank)), max_rank, tokens, tiles);
+        let resident = device.measured().resident_expand(max_rank);
+        return wide_outs(out_features, resident, max_rank, tokens, tiles, device);
     }
-    small_outs(out_features, (SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank)), tiles, multiprocessors)
+    small_outs(out_features, (SMALL_M_OUTS, b_bytes(SMALL_M_OUTS, max_rank)), tiles, device)
 }
 
-/// The outputs per block that take least time on wide tiles. The places are those of [`time_of_waves`].
+/// The outputs per block that take least time on wide tiles, of which up to so many blocks are resident on each
+/// multiprocessor.
 fn wide_outs(
     out_features: &[usize],
-    places: (usize, usize),
+    resident: usize,
     max_rank: usize,
     tokens: usize,
     max_tiles: usize,
+    device: Device,
 ) -> usize {
+    let (measured, places) = (device.measured(), (device.sizable().multiprocessors, resident));
     let tiles = likely_tiles(tokens, max_tiles);
     let time = |outs: usize| -> usize {
         let blocks_of_tile = out_blocks(out_features, outs);
-        let wave = |resident: usize| LARGE_M_START + max_rank + outs / LARGE_M_OUTS * large_m_outs_time(resident);
+        let wave = |resident: usize| {
+            measured.large_m_start + max_rank + outs / LARGE_M_OUTS * time_beside(measured.large_m_outs, resident)
+        };
         tiles.map(|tiles| time_of_waves(tiles * blocks_of_tile, places, wave)).iter().sum()
     };
-    (LARGE_M_OUTS..=MAX_LARGE_M_OUTS).step_by(LARGE_M_OUTS).min_by_key(|&outs| time(outs)).expect("there is a size")
+    let sizes = (LARGE_M_OUTS..=measured.max_large_m_outs).step_by(LARGE_M_OUTS);
+    sizes.min_by_key(|&outs| time(outs)).expect("there is a size")
 }
 
 /// Three likely numbers of wide tiles of a batch in up to `max_tiles`. A slot's last tile is partly full, half on
@@ -265,14 +270,11 @@ fn time_of_waves(
 }
 
 /// The outputs per block on small tiles: a multiple of `step` outputs, which have `step_bytes` of B.
-fn small_outs(
-    out_features: &[usize],
-    (step, step_bytes): (usize, usize),
-    tiles: usize,
-    multiprocessors: usize,
-) -> usize {
-    let mut steps = (MAX_B_BYTES / step_bytes).max(1);
-    while steps > 1 && out_blocks(out_features, steps * step) * tiles < min_expand_blocks(multiprocessors) {
+fn small_outs(out_features: &[usize], (step, step_bytes): (usize, usize), tiles: usize, device: Device) -> usize {
+    let measured = device.measured();
+    let min_blocks = measured.min_expand_blocks * device.sizable().multiprocessors;
+    let mut steps = (measured.max_b_bytes / step_bytes).max(1);
+    while steps > 1 && out_blocks(out_features, steps * step) * tiles < min_blocks {
         steps /= 2;
     }
     steps * step
@@ -329,17 +331,18 @@ impl LinearPlan {
         fused: Option<&ForwardPlan>,
         stack_rank: Option<usize>,
     ) -> Mode {
+        let measured = self.device.measured();
         let (in_features, out_features) = (self.in_features(), self.out_features().iter().sum::<usize>());
         let factors = product(&[ranks, self.out_features().len() * in_features + out_features]);
         let has_base_of = |times: usize| product(&[factors, times]) <= in_features * out_features;
         let is_fastest_fused = |fused: &ForwardPlan| {
             let is_down = in_features >= 2 * out_features;
-            let times = base_to_factors(num_tokens, fused.reads_input_once(), is_down);
+            let times = measured.base_to_factors(num_tokens, fused.reads_input_once(), is_down);
             num_tokens <= fused.max_tokens() && has_base_of(times)
         };
         if fused.is_some_and(is_fastest_fused) {
             Mode::Fused
-        } else if stack_rank.is_some_and(|rank| is_fastest_stacked(num_tokens, rank)) {
+        } else if stack_rank.is_some_and(|rank| measured.is_fastest_stacked(num_tokens, rank)) {
             Mode::Stacked
         } else {
             Mode::First

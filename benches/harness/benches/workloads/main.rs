@@ -44,6 +44,7 @@ use experts::Wanted;
 
 const REPLAYS: usize = 20;
 const DEFAULT_SUITES: [Suite; 3] = [Suite::Decode, Suite::Prefill, Suite::Own];
+const SUITES_OF_NEW_GPU: [Suite; 4] = [Suite::Decode, Suite::Prefill, Suite::Moe, Suite::Layer];
 
 #[derive(Debug, Parser)]
 #[command(about = "Measures workloads on the first GPU: by default those of decode, prefill and own")]
@@ -53,6 +54,10 @@ struct Cli {
     out: PathBuf,
     #[command(flatten)]
     selection: Selection,
+    /// For a GPU that has no record: a few workloads of each suite and the base GEMMs beside them, in GPU.json, and what to
+    /// send
+    #[arg(long, conflicts_with_all = ["out", "suite", "quick", "no_time"])]
+    new_gpu: bool,
     /// Seconds; workloads not reached by then are listed in the results
     #[arg(long, default_value_t = 540.0)]
     budget: f64,
@@ -78,11 +83,19 @@ struct Cli {
 }
 
 fn main() -> Result<ExitCode> {
-    let cli = Cli::parse();
-    let (chosen, others) = (Chosen::new(&cli.selection, &DEFAULT_SUITES)?, Others::load(&cli.against)?);
-    let results = measure(&cli, &chosen)?;
+    let mut cli = Cli::parse();
+    let suites = if cli.new_gpu { &SUITES_OF_NEW_GPU[..] } else { &DEFAULT_SUITES };
+    cli.selection.quick |= cli.new_gpu;
+    let (chosen, others) = (Chosen::new(&cli.selection, suites)?, Others::load(&cli.against)?);
+    let results = measure(&mut cli, &chosen)?;
     for table in record::tables(&results, &chosen, &others, cli.by_layer) {
         println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
+    }
+    if cli.new_gpu {
+        println!(
+            "Please send {} with an issue. It names the GPU, and nothing else of this machine.",
+            cli.out.display()
+        );
     }
     Ok(if results.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -97,7 +110,7 @@ fn room(subject: Subject<'_>) -> Room {
 }
 
 /// Measures all, and saves the results.
-fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
+fn measure(cli: &mut Cli, chosen: &Chosen) -> Result<Results> {
     let (start, budget) = (Instant::now(), Duration::from_secs_f64(cli.budget));
     let subjects: Vec<Subject<'_>> = chosen.subjects().collect();
     let stage = Stage::new(subjects.iter().map(|&subject| room(subject)))?;
@@ -105,6 +118,10 @@ fn measure(cli: &Cli, chosen: &Chosen) -> Result<Results> {
     let gemm = is_with_base.then(|| Gemm::new(&stage.gpu)).transpose()?;
     let mut results = Results::default();
     results.meta.gpu = stage.gpu.context.name()?;
+    if cli.new_gpu {
+        cli.out = format!("{}.json", results.meta.gpu.replace(char::is_whitespace, "-")).into();
+        results.meta.device = Some(format!("{:?}", stage.gpu.kernels.device()));
+    }
     results.meta.aril = env!("CARGO_PKG_VERSION").to_owned();
     results.meta.commit = option_env!("ARIL_COMMIT").map(str::to_owned);
     results.meta.replays = REPLAYS;
