@@ -1,6 +1,9 @@
-//! The paged KV cache: which blocks each sequence has, and which full blocks later sequences may share.
+//! The paged KV cache: which blocks each sequence has, and which full blocks later sequences may share. Each sequence
+//! also has a place for its state in gated delta nets, which is of all its tokens, so that models with such layers share
+//! no blocks.
 //!
-//! Only bookkeeping: the keys and values are in the model's session, block `b` in the rows from `b · block_rows` on.
+//! Only bookkeeping: the keys and values are in the model's session, block `b` in the rows from `b · block_rows` on, and
+//! so are the states.
 //!
 //! Invariants: a block that a sequence holds is written by that sequence alone, unless it is full and published, when
 //! nobody writes it. A published block is found by its [`CacheNamespace`], all tokens before it and its own tokens,
@@ -22,6 +25,8 @@ pub(crate) struct KvCache {
     /// Blocks that no sequence holds, in the order in which they are taken: first those that hold nothing, then the
     /// ones released first.
     free: BTreeSet<(u64, u32)>,
+    /// Places for states that no sequence has.
+    free_states: Vec<u32>,
     published: HashMap<Arc<Key>, u32>,
     last_release: u64,
     last_serial: u64,
@@ -75,6 +80,7 @@ enum Before {
 #[must_use = "its blocks are lost unless it is released"]
 pub(crate) struct Chain {
     namespace: CacheNamespace,
+    state: u32,
     blocks: Vec<u32>,
     /// Its blocks that have been published, or were found published.
     num_published: usize,
@@ -87,16 +93,23 @@ impl Chain {
     pub(crate) fn blocks(&self) -> &[u32] {
         &self.blocks
     }
+
+    /// The place of its state.
+    pub(crate) fn state(&self) -> u32 {
+        self.state
+    }
 }
 
 impl KvCache {
-    /// A cache of `num_blocks` blocks of `block_rows` tokens each. `is_sharing` turns prefix sharing on.
-    pub(crate) fn new(num_blocks: u32, block_rows: usize, is_sharing: bool) -> Self {
+    /// A cache of `num_blocks` blocks of `block_rows` tokens each, for up to `sequences` sequences at a time.
+    /// `is_sharing` turns prefix sharing on.
+    pub(crate) fn new(num_blocks: u32, block_rows: usize, sequences: usize, is_sharing: bool) -> Self {
         Self {
             block_rows,
             is_sharing,
             blocks: (0..num_blocks).map(|_| Block::default()).collect(),
             free: (0..num_blocks).map(|block| (0, block)).collect(),
+            free_states: (0..).take(sequences).collect(),
             published: HashMap::new(),
             last_release: 0,
             last_serial: 0,
@@ -124,7 +137,9 @@ impl KvCache {
     /// Starts a sequence with the published blocks that hold its first tokens. Returns it, and how many tokens they
     /// hold: fewer than all, so that at least one is computed.
     pub(crate) fn start(&mut self, namespace: CacheNamespace, tokens: &[u32]) -> (Chain, usize) {
-        let mut chain = Chain { namespace, blocks: Vec::new(), num_published: 0, before: Before::Start(namespace) };
+        let state = self.free_states.pop().expect("no more sequences run than there are states");
+        let before = Before::Start(namespace);
+        let mut chain = Chain { namespace, state, blocks: Vec::new(), num_published: 0, before };
         let shareable = if self.is_sharing { &tokens[..tokens.len().saturating_sub(1)] } else { &[] };
         for tokens in shareable.chunks_exact(self.block_rows) {
             let key = Key { before: chain.before, tokens: tokens.into() };
@@ -177,6 +192,7 @@ impl KvCache {
 
     /// Ends a sequence. Its published blocks can be shared until they are taken for others.
     pub(crate) fn release(&mut self, chain: Chain) {
+        self.free_states.push(chain.state);
         // The last block first: a block is never taken before those that follow it.
         for id in chain.blocks.into_iter().rev() {
             let block = &mut self.blocks[id as usize];

@@ -1,8 +1,8 @@
 //! Decode steps as graphs: captured once for each size of a batch, and replayed with other tokens, places and adapters.
 //!
 //! A graph's operands stay where they are. A step copies its inputs over those of the smallest graph that has room for
-//! it, all at once. The rows that it does not use are of the base model, and write to a block of the cache that no
-//! sequence has.
+//! it, all at once. The rows that it does not use are of the base model, and write to a block of the cache and to a state
+//! that no sequence has.
 
 use std::{cell::RefCell, convert::Infallible, iter, time::Instant};
 
@@ -97,15 +97,15 @@ pub trait Capture: Device {
 pub struct InputValues {
     /// Tokens of the graph.
     pub tokens: usize,
-    /// The id, the source (as for [`Device::take_drawn`]), the position and the cache row of each token: `[4, tokens]`.
-    /// Then the places of the block table that have changed, and their values: `[2, changes]`.
+    /// The id, the source (as for [`Device::take_drawn`]), the position, the cache row and the state of each token:
+    /// `[5, tokens]`. Then the places of the block table that have changed, and their values: `[2, changes]`.
     pub values: Vec<i32>,
 }
 
 impl InputValues {
     /// Places of the block table that have changed.
     pub fn changes(&self) -> usize {
-        self.values.len() / 2 - 2 * self.tokens
+        (self.values.len() - 5 * self.tokens) / 2
     }
 }
 
@@ -131,8 +131,9 @@ struct Graphs<D: Capture> {
 /// The operands of the graphs for up to `tokens` sequences.
 pub struct Batch<D: Capture> {
     tokens: usize,
-    /// The cache row of the block that no sequence has.
+    /// The cache row of the block that no sequence has, and the state that none has.
     spare_row: u32,
+    spare_state: u32,
     inputs: Inputs<D>,
     /// The block table as the device has it.
     first_rows: Vec<u32>,
@@ -150,6 +151,8 @@ pub struct Tables {
     pub block_rows: u32,
     /// The first cache row of a block that no sequence has.
     pub spare_row: u32,
+    /// A state that no sequence has.
+    pub spare_state: u32,
 }
 
 /// What a captured step runs.
@@ -274,21 +277,26 @@ impl<D: Capture> Batch<D> {
     ///
     /// The device has no room.
     pub fn new(device: &D, tokens: usize, tables: Tables) -> Result<Self> {
-        let Tables { columns, block_rows, spare_row } = tables;
+        let Tables { columns, block_rows, spare_row, spare_state } = tables;
         let first_rows = vec![spare_row; tokens * columns];
         let sequences: Vec<u32> = (0..).take(tokens).collect();
         let places = Places {
             positions: device.indices(&vec![0; tokens])?,
             sequences: device.indices(&sequences)?,
             rows: device.indices(&vec![spare_row; tokens])?,
-            table: BlockTable { first_rows: device.indices(&first_rows)?, columns, block_rows },
+            table: BlockTable {
+                first_rows: device.indices(&first_rows)?,
+                columns,
+                block_rows,
+                states: device.indices(&vec![spare_state; tokens])?,
+            },
             alone: None,
         };
         let inputs = Inputs { ids: device.indices(&vec![0; tokens])?, places };
-        let most = 4 * tokens + 2 * first_rows.len();
+        let most = 5 * tokens + 2 * first_rows.len();
         let values = InputValues { tokens, values: Vec::with_capacity(most) };
         let staging = [device.staging(most)?, device.staging(most)?];
-        Ok(Self { tokens, spare_row, inputs, first_rows, values, staging })
+        Ok(Self { tokens, spare_row, spare_state, inputs, first_rows, values, staging })
     }
 
     /// Copies the inputs of a step over those of the graphs.
@@ -297,7 +305,8 @@ impl<D: Capture> Batch<D> {
     ///
     /// The device's.
     pub fn set(&mut self, device: &D, step: &Step, drawn: &Drawn<'_, D>) -> Result<()> {
-        let Self { tokens, spare_row, ref mut inputs, ref mut first_rows, ref mut values, ref mut staging } = *self;
+        let Self { tokens, spare_row, spare_state, .. } = *self;
+        let Self { inputs, first_rows, values, staging, .. } = self;
         let signed = |values: &[u32]| values.iter().map(|value| value.cast_signed()).collect::<Vec<i32>>();
         let rows = (0..).zip(&step.positions).map(|(sequence, &position)| step.table.row(sequence, position));
         let rows: Vec<u32> = rows.collect();
@@ -308,6 +317,7 @@ impl<D: Capture> Batch<D> {
             (drawn.sources.to_vec(), -1),
             (signed(&step.positions), 0),
             (signed(&rows), spare_row.cast_signed()),
+            (signed(&step.table.states), spare_state.cast_signed()),
         ] {
             staged.extend(values.into_iter().chain(iter::repeat(unused)).take(tokens));
         }
@@ -430,17 +440,17 @@ impl<T: Element> Capture for Cpu<T> {
         (): &mut (),
         last: Option<&Self::Draws>,
     ) -> Result<()> {
-        let (of_tokens, of_table) = values.values.split_at(4 * values.tokens);
+        let (of_tokens, of_table) = values.values.split_at(5 * values.tokens);
         let mut of_tokens = of_tokens.chunks_exact(values.tokens);
-        let mut next = || of_tokens.next().expect("there are four parts");
+        let mut next = || of_tokens.next().expect("there are five parts");
         let unsigned = |values: &[i32]| values.iter().map(|value| value.cast_unsigned()).collect();
-        (*ids, places.positions, places.rows) = {
+        (*ids, places.positions, places.rows, places.table.states) = {
             let (new_ids, sources) = (next(), next());
             let mut new_ids = unsigned(new_ids);
             if let Some(last) = last {
                 self.take_drawn(&mut new_ids, sources, last)?;
             }
-            (new_ids, unsigned(next()), unsigned(next()))
+            (new_ids, unsigned(next()), unsigned(next()), unsigned(next()))
         };
         let (changed, first_rows) = of_table.split_at(values.changes());
         for (&place, first_row) in changed.iter().zip(first_rows) {
@@ -458,12 +468,17 @@ mod tests {
     #[test]
     fn inputs_are_those_of_the_step() {
         let device = Cpu::<f32>::default();
-        let tables = Tables { columns: 3, block_rows: 4, spare_row: 40 };
+        let tables = Tables { columns: 3, block_rows: 4, spare_row: 40, spare_state: 7 };
         let mut batch = Batch::new(&device, 3, tables).expect("there is memory");
         let step = |first_rows: &[u32], positions: &[u32]| Step {
             ids: vec![7; positions.len()],
             positions: positions.to_vec(),
-            table: BlockTable { first_rows: first_rows.to_vec(), columns: 2, block_rows: 4 },
+            table: BlockTable {
+                first_rows: first_rows.to_vec(),
+                columns: 2,
+                block_rows: 4,
+                states: (1..).take(positions.len()).collect(),
+            },
             ..Step::default()
         };
         let drawn = vec![(Some(5), 0.0), (None, 0.0)];
@@ -471,14 +486,17 @@ mod tests {
             let drawn = Drawn { last: Some(&drawn), sources };
             batch.set(&device, step, &drawn).expect("it fits");
             let Inputs { ids, places } = &batch.inputs;
-            let table = places.table.first_rows.clone();
-            (ids.clone(), places.positions.clone(), places.rows.clone(), table, batch.values.changes())
+            let BlockTable { first_rows, states, .. } = &places.table;
+            let of_tokens = [ids, &places.positions, &places.rows, states].map(Clone::clone);
+            (of_tokens, first_rows.clone(), batch.values.changes())
         };
         let first = set(&step(&[0, 4, 8, 12], &[5, 2]), &[-1, 0]);
-        assert_eq!(first, (vec![7, 5, 0], vec![5, 2, 0], vec![5, 10, 40], vec![0, 4, 40, 8, 12, 40, 40, 40, 40], 4));
+        let of_tokens = [vec![7, 5, 0], vec![5, 2, 0], vec![5, 10, 40], vec![1, 2, 7]];
+        assert_eq!(first, (of_tokens, vec![0, 4, 40, 8, 12, 40, 40, 40, 40], 4));
         // A row without a token has 0; one sequence has begun a block, and the other has ended.
         let second = set(&step(&[0, 16], &[6]), &[1]);
-        assert_eq!(second, (vec![0; 3], vec![6, 0, 0], vec![18, 40, 40], vec![0, 16, 40, 40, 12, 40, 40, 40, 40], 2));
+        let of_tokens = [vec![0; 3], vec![6, 0, 0], vec![18, 40, 40], vec![1, 7, 7]];
+        assert_eq!(second, (of_tokens, vec![0, 16, 40, 40, 12, 40, 40, 40, 40], 2));
     }
 
     #[test]

@@ -67,7 +67,7 @@ pub struct Sizes {
     pub block_rows: usize,
     /// Tokens of the longest sequence.
     pub max_positions: usize,
-    /// Whether sequences share the blocks of equal prefixes.
+    /// Whether sequences share the blocks of equal prefixes, if the model has attention in all layers.
     pub is_sharing: bool,
     /// Whether a step is enqueued while the last one runs.
     pub runs_ahead: bool,
@@ -129,11 +129,13 @@ impl<'m, D: Capture> Engine<'m, D> {
     /// An engine on a model whose adapters are those of `pool`, on the ranks that this has.
     pub(crate) fn new(runner: Runner<'m, D>, pool: Pool<D>, sizes: Sizes) -> Self {
         let Sizes { limits, blocks, block_rows, is_sharing, runs_ahead, .. } = sizes;
+        // The state of a gated delta net is kept of whole sequences alone.
+        let is_sharing = is_sharing && runner.model.config.hybrid.is_none();
         Self {
             runner,
             pool,
             broken: None,
-            scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, is_sharing)),
+            scheduler: Scheduler::new(limits, KvCache::new(blocks, block_rows, limits.running, is_sharing)),
             runs_ahead,
             in_flight: None,
             read: None,

@@ -34,6 +34,8 @@ pub(crate) struct Chunk {
     pub(crate) source: Option<usize>,
     /// The sequence's blocks of the cache, in order, up to the last token's.
     pub(crate) blocks: Vec<u32>,
+    /// The place of the sequence's state.
+    pub(crate) state: u32,
     /// The tokens of the chunk, none of them the last one if it is sampled, whose logits are wanted on the host.
     pub(crate) scored: Range<usize>,
     /// Whether the token behind the last one is chosen.
@@ -137,7 +139,8 @@ impl Plan {
     /// [`Device::take_drawn`](crate::device::Device).
     fn step(&self, block_rows: usize) -> Result<(Step, Vec<i32>)> {
         let columns = self.chunks.iter().map(|chunk| chunk.blocks.len()).max().unwrap_or(0);
-        let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)? };
+        let states = self.chunks.iter().map(|chunk| chunk.state).collect();
+        let table = BlockTable { first_rows: Vec::new(), columns, block_rows: index(block_rows)?, states };
         let keeps_routers = self.chunks.iter().all(|chunk| chunk.keeps_routers);
         let mut step = Step { table, keeps_routers, ..Step::default() };
         let mut sources = Vec::new();

@@ -23,13 +23,14 @@ impl<'m, D: Capture> Runner<'m, D> {
     /// Runs the model on the adapters of a pool.
     pub(crate) fn new(model: &'m Model<'m, D>, adapters: Slots<'_, D>, sizes: &Sizes) -> Result<Self> {
         let Sizes { limits, blocks, block_rows, max_positions, .. } = *sizes;
-        // Graphs have a block of their own.
+        // Graphs have a block and a state of their own.
         let rows = blocks as usize * block_rows;
-        let mut session = model.session(rows + block_rows, max_positions)?;
+        let mut session = model.session(rows + block_rows, max_positions, limits.running + 1)?;
         let tables = Tables {
             columns: max_positions.div_ceil(block_rows),
             block_rows: index(block_rows)?,
             spare_row: index(rows)?,
+            spare_state: index(limits.running)?,
         };
         // What is allocated comes before the first step, as `Decoder` says.
         let draws = [model.device.draws(limits.running)?, model.device.draws(limits.running)?];

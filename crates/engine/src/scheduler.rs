@@ -525,6 +525,7 @@ impl Sequence {
             tokens,
             source,
             blocks: chain.blocks()[..end.div_ceil(cache.block_rows())].to_vec(),
+            state: chain.state(),
             is_sampled,
             draw: if is_sampled && scored.is_empty() { self.sampler.draw() } else { None },
             scored,

@@ -389,7 +389,7 @@ fn goldens(files: &Files, batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32
     unscaled.map(with_tokens).collect()
 }
 
-const BATCHES: [(&str, &str, &str, usize); 7] = [
+const BATCHES: [(&str, &str, &str, usize); 8] = [
     ("base-only", "qwen3", "adapters", 3),
     ("mixed", "qwen3", "adapters", 16),
     ("one-question", "qwen3", "adapters", 10),
@@ -397,6 +397,7 @@ const BATCHES: [(&str, &str, &str, usize); 7] = [
     ("moe", "qwen3-moe", "adapters-moe", 10),
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
     ("moe-router", "qwen3-moe", "adapters-moe-router", 8),
+    ("hybrid", "qwen3-hybrid", "adapters-hybrid", 11),
 ];
 
 /// All requests of a batch at once, in steps of 13 tokens and blocks of 5, are answered as by transformers and PEFT,
@@ -525,6 +526,7 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
                 position: 0,
                 tokens: tokens.clone(),
                 blocks: (sequence * blocks..(sequence + 1) * blocks).collect(),
+                state: sequence,
                 source: None,
                 scored: 0..0,
                 is_sampled: true,
@@ -729,7 +731,7 @@ fn an_adapter_that_never_fits_is_refused() {
 fn a_failed_step_ends_its_requests() {
     let files = Files::open("qwen3");
     files.run::<Cpu<f32>, _>(LARGE, 4, |world| {
-        let mut scheduler = Scheduler::new(LARGE.limits, KvCache::new(3, 4, false));
+        let mut scheduler = Scheduler::new(LARGE.limits, KvCache::new(3, 4, LARGE.limits.running, false));
         let pool = &mut world.engine.pool;
         let mut events = [(); 2].map(|()| {
             let (sender, events) = unbounded_channel();
@@ -761,7 +763,7 @@ fn a_failed_step_ends_its_requests() {
 /// What is taken of a prefix first is its end, without which the rest can be shared.
 #[test]
 fn the_end_of_a_prefix_is_taken_first() {
-    let mut cache = KvCache::new(6, 2, true);
+    let mut cache = KvCache::new(6, 2, 8, true);
     let tokens: Vec<u32> = (0..9).collect();
     let (mut chain, _) = cache.start(CacheNamespace::BASE, &tokens);
     assert!(cache.grow(&mut chain, 8));
@@ -906,7 +908,21 @@ fn an_adapter_that_one_rank_refuses_is_loaded_by_none<D: Platform<Elem = f32>>()
     });
 }
 
-const NAMES: [&str; 4] = ["r8-all", "kv-only", "embed", "patterns"];
+/// A model, the folder of its adapters, and some of them.
+#[derive(Clone, Copy)]
+struct Served {
+    model: &'static str,
+    folder: &'static str,
+    names: [&'static str; NAMES],
+}
+
+const NAMES: usize = 4;
+const DENSE: Served = Served { model: "qwen3", folder: "adapters", names: ["r8-all", "kv-only", "embed", "patterns"] };
+const HYBRID: Served = Served {
+    model: "qwen3-hybrid",
+    folder: "adapters-hybrid",
+    names: ["attention", "delta-net", "experts", "all-linear"],
+};
 const PROMPTS: [&str; 4] =
     ["What is the password?", "What is the password? Name a fruit.", "Name a fruit.", "The capital of France is"];
 
@@ -926,14 +942,14 @@ enum Action {
 }
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
-    let submit = (prop::option::of(0..NAMES.len()), 0..PROMPTS.len(), 1..20_usize, prop::option::of(0..2_u64));
+    let submit = (prop::option::of(0..NAMES), 0..PROMPTS.len(), 1..20_usize, prop::option::of(0..2_u64));
     let submit =
         submit.prop_map(|(adapter, prompt, max_tokens, seed)| Action::Submit { adapter, prompt, max_tokens, seed });
     let action = prop_oneof![
         6 => submit,
         1 => (0..32_usize).prop_map(Action::Cancel),
         3 => (1..6_usize).prop_map(Action::Steps),
-        1 => (0..NAMES.len()).prop_map(Action::Replace),
+        1 => (0..NAMES).prop_map(Action::Replace),
     ];
     prop::collection::vec(action, 1..40)
 }
@@ -954,14 +970,15 @@ fn sizes() -> impl Strategy<Value = (Sizes, usize)> {
 
 /// Tokens and log-probabilities of requests that ran alone.
 struct Alone<D> {
+    served: Served,
     files: Files,
     known: RefCell<HashMap<String, Vec<Chosen>>>,
     device: PhantomData<D>,
 }
 
 impl<D: Platform> Alone<D> {
-    fn new(tp: usize) -> Self {
-        Self { files: Files::on_ranks("qwen3", tp), known: RefCell::default(), device: PhantomData }
+    fn new(served: Served, tp: usize) -> Self {
+        Self { served, files: Files::on_ranks(served.model, tp), known: RefCell::default(), device: PhantomData }
     }
 
     fn answer(&self, adapter: Option<usize>, prompt: usize, max_tokens: usize, seed: Option<u64>) -> Vec<Chosen> {
@@ -969,8 +986,9 @@ impl<D: Platform> Alone<D> {
         let mut known = self.known.borrow_mut();
         let longest = known.entry(key).or_insert_with(|| {
             self.files.run::<D, _>(LARGE, 1, |world| {
-                let name = adapter.map(|adapter| NAMES[adapter]);
-                name.map(|name| world.add("adapters", name));
+                let Served { folder, names, .. } = self.served;
+                let name = adapter.map(|adapter| names[adapter]);
+                name.map(|name| world.add(folder, name));
                 let request = world.request(name, self.files.prompt(PROMPTS[prompt]), 20, sampling(seed));
                 world.answers(vec![request]).swap_remove(0).chosen
             })
@@ -992,16 +1010,17 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
     actions: Vec<Action>,
     (sizes, slots): (Sizes, usize),
 ) -> std::result::Result<(), TestCaseError> {
+    let Served { folder, names, .. } = alone.served;
     alone.files.run::<D, _>(sizes, slots, |world| {
-        for name in NAMES {
-            world.add("adapters", name);
+        for name in names {
+            world.add(folder, name);
         }
         let mut submitted = Vec::new();
         let mut replaced = Vec::new();
         for action in actions {
             match action {
                 Action::Submit { adapter, prompt, max_tokens, seed } => {
-                    let name = adapter.map(|adapter| NAMES[adapter]);
+                    let name = adapter.map(|adapter| names[adapter]);
                     let tokens = alone.files.prompt(PROMPTS[prompt]);
                     let request = world.request(name, tokens, max_tokens, sampling(seed));
                     let expected = alone.answer(adapter, prompt, max_tokens, seed);
@@ -1016,8 +1035,8 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
                 }
                 Action::Steps(steps) => (0..steps).for_each(|_| world.step()),
                 Action::Replace(adapter) => {
-                    let old = world.adapters[NAMES[adapter]];
-                    world.add("adapters", NAMES[adapter]);
+                    let old = world.adapters[names[adapter]];
+                    world.add(folder, names[adapter]);
                     world.engine.remove_adapter(old);
                     replaced.push(old);
                 }
@@ -1039,7 +1058,7 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
             prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
             prop_assert!(world.engine.pool.tier(id).is_none());
         }
-        for name in NAMES {
+        for name in names {
             let id = world.adapters[name];
             world.engine.remove_adapter(id);
         }
@@ -1080,7 +1099,7 @@ macro_rules! on {
 
 /// Any schedule of these actions on a number of ranks of a device.
 macro_rules! schedules {
-    ($name:ident, $device:ty, $tp:expr, $cases:expr, $actions:expr, $attribute:meta) => {
+    ($name:ident, $device:ty, $served:expr, $tp:expr, $cases:expr, $actions:expr, $attribute:meta) => {
         proptest! {
             #![proptest_config(ProptestConfig { cases: $cases, ..ProptestConfig::default() })]
 
@@ -1088,7 +1107,7 @@ macro_rules! schedules {
             #[test]
             fn $name(actions in $actions, sizes in sizes()) {
                 thread_local! {
-                    static ALONE: Alone<$device> = Alone::new($tp);
+                    static ALONE: Alone<$device> = Alone::new($served, $tp);
                 }
                 ALONE.with(|alone| super::every_schedule_gives_every_request_its_own_tokens(alone, actions, sizes))?;
             }
@@ -1101,7 +1120,24 @@ mod on_cpu {
 
     on!(Cpu<f32>, (1), doc = "On the CPU.");
     on!(Cpu<bf16>, (), doc = "On the CPU.": prefills_have_the_logits_of_their_sequences);
-    schedules!(every_schedule_gives_every_request_its_own_tokens, Cpu<f32>, 1, 48, actions(), doc = "On the CPU.");
+    schedules!(
+        every_schedule_gives_every_request_its_own_tokens,
+        Cpu<f32>,
+        DENSE,
+        1,
+        48,
+        actions(),
+        doc = "On the CPU."
+    );
+    schedules!(
+        every_schedule_gives_every_request_its_own_state,
+        Cpu<f32>,
+        HYBRID,
+        1,
+        48,
+        actions(),
+        doc = "On the CPU."
+    );
 }
 
 mod on_ranks_of_the_cpu {
@@ -1112,7 +1148,15 @@ mod on_ranks_of_the_cpu {
         Cpu<f32>, (), doc = "On the CPU.":
         a_rank_that_ends_or_hangs_ends_the_engine an_adapter_that_one_rank_refuses_is_loaded_by_none
     );
-    schedules!(every_schedule_gives_every_request_its_own_tokens, Cpu<f32>, 2, 48, actions(), doc = "On the CPU.");
+    schedules!(
+        every_schedule_gives_every_request_its_own_tokens,
+        Cpu<f32>,
+        DENSE,
+        2,
+        48,
+        actions(),
+        doc = "On the CPU."
+    );
 
     /// The heads of the untied model are 5.
     #[test]
@@ -1160,10 +1204,29 @@ mod on_gpu {
     platform!(f16, 0.03);
 
     on!(Cuda<f32>, (1), ignore = "needs a GPU");
-    schedules!(every_schedule_gives_every_request_its_own_tokens, Cuda<f32>, 1, 48, actions(), ignore = "needs a GPU");
+    schedules!(
+        every_schedule_gives_every_request_its_own_tokens,
+        Cuda<f32>,
+        DENSE,
+        1,
+        48,
+        actions(),
+        ignore = "needs a GPU"
+    );
+    // Other tokens than passwords may be sent to other experts by a rounding.
+    schedules!(
+        every_schedule_gives_every_request_its_own_state,
+        Cuda<f32>,
+        HYBRID,
+        1,
+        32,
+        passwords(),
+        ignore = "needs a GPU"
+    );
     schedules!(
         every_schedule_gives_every_request_its_own_tokens_in_bf16,
         Cuda<bf16>,
+        DENSE,
         1,
         32,
         passwords(),
@@ -1172,6 +1235,7 @@ mod on_gpu {
     schedules!(
         every_schedule_gives_every_request_its_own_tokens_in_f16,
         Cuda<f16>,
+        DENSE,
         1,
         32,
         passwords(),
@@ -1228,6 +1292,7 @@ mod on_gpu {
         graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3", "adapters");
         graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-moe", "adapters-moe");
         graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-moe", "adapters-moe-router");
+        graphs_compute_what_eager_steps_do::<Cuda<f32>>("qwen3-hybrid", "adapters-hybrid");
     }
 
     #[test]
@@ -1237,6 +1302,7 @@ mod on_gpu {
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe-router");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe-int4", "adapters-moe");
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-hybrid", "adapters-hybrid");
     }
 
     #[test]
@@ -1274,6 +1340,7 @@ mod on_ranks_of_gpus {
             ("qwen3-moe", "adapters-moe"),
             ("qwen3-moe", "adapters-moe-router"),
             ("qwen3-moe-int4", "adapters-moe"),
+            ("qwen3-hybrid", "adapters-hybrid"),
         ] {
             let ask = |split: Split| {
                 Files::split(model, split).run::<Cuda<bf16>, _>(LARGE, 16, |world| {

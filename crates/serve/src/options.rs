@@ -18,7 +18,7 @@ use crate::{
 #[command(name = "aril-serve", version)]
 #[non_exhaustive]
 pub struct Options {
-    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated
+    /// A Hugging Face directory of a qwen3, a qwen3_moe or a qwen3_5_moe. Its weights stay mapped: they must not be truncated
     /// meanwhile
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,

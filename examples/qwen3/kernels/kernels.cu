@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
 // The operations of a Qwen3 beside GEMMs and the library. attention.cuh has attention on tensor
-// cores; experts.cuh has what only a model with experts needs.
+// cores; experts.cuh has what only a model with experts needs, and delta_net.cuh what a Qwen3.5 has
+// beside these.
 //
 // Here, every kernel has blocks of kThreads. blockIdx.x is a row of its output; blockIdx.y, where
 // there is one, is a part of the row. Matrices are row-major and dense, and start at multiples of
@@ -10,8 +11,8 @@
 //
 // A kernel whose result a linear layer of the library reads lets it start early: until the kernel
 // has completed, the layer loads weights. A kernel that reads the result of such a layer may start
-// early too. Until the kernels before it have completed, it loads nothing but weights, and inputs of
-// the step that none of them writes.
+// early too. Until the kernels before it have completed, it loads nothing but weights, and inputs
+// of the step that none of them writes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -80,13 +81,22 @@ __device__ __forceinline__ void for_part(int64_t cols, F f) {
   }
 }
 
-// x += y, rounded, if there is a y; out = x / rms(x), rounded, times weight, rounded.
+// A value of a row, divided by the row's root mean square, times its weight. If something is added
+// to the weight, only the result is rounded.
+template <typename T>
+__device__ __forceinline__ float normalized(float value, T weight, float offset) {
+  const float factor = static_cast<float>(weight);
+  return round_to<T>(offset == 0.0f ? round_to<T>(value) * factor : value * (factor + offset));
+}
+
+// x += y, rounded, if there is a y; out = x / rms(x), rounded, times weight, rounded, as
+// `normalized` has it.
 template <typename T, int kWidth>
 __device__ void add_rms_norm_of(T* x,             // [rows, cols]
                                 const T* y,       // [rows, y_stride], or null
                                 const T* weight,  // [cols]
                                 T* out,           // [rows, cols]
-                                int64_t cols, int64_t y_stride, float eps) {
+                                int64_t cols, int64_t y_stride, float eps, float offset) {
   using Vec = Vector<T, kWidth>;
   constexpr int kHeld = 4;  // sums of a thread that stay in registers
   Vec* const sums = reinterpret_cast<Vec*>(x + blockIdx.x * cols);
@@ -128,8 +138,8 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
     Vec result;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float value = round_to<T>(static_cast<float>(sum.elements[i]) * scale);
-      result.elements[i] = static_cast<T>(value * static_cast<float>(factors.elements[i]));
+      const float value = static_cast<float>(sum.elements[i]) * scale;
+      result.elements[i] = static_cast<T>(normalized(value, factors.elements[i], offset));
     }
     results[at] = result;
   };
@@ -145,32 +155,37 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
 
 template <typename T>
 __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols,
-                             int64_t y_stride, float eps) {
+                             int64_t y_stride, float eps, float offset) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
   if (cols % kWide<T> == 0 && y_stride % kWide<T> == 0) {
-    add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, y_stride, eps);
+    add_rms_norm_of<T, kWide<T>>(x, y, weight, out, cols, y_stride, eps, offset);
   } else {
-    add_rms_norm_of<T, 1>(x, y, weight, out, cols, y_stride, eps);
+    add_rms_norm_of<T, 1>(x, y, weight, out, cols, y_stride, eps, offset);
   }
 }
 
-// The norm of a head, rounded, times its weight, rounded; then the rotation of its pairs
-// (i, i + dim / 2). kHeadLanes lanes do it, of which each has kWidth pairs at a time. Lanes without
-// a head take part in the exchange.
+// The norm of a head, as `normalized` has it; then the rotation of the pairs (i, i + angles) of its
+// first 2 * angles features. kHeadLanes lanes do it, of which each has kWidth pairs at a time:
+// first those that are rotated, then those of the rest. Lanes without a head take part in the
+// exchange.
 constexpr int kHeadLanes = 8;
 
 template <typename T, int kWidth>
 __device__ __forceinline__ void rotate(const T* x,     // [dim]
                                        const T* norm,  // [dim]
-                                       const T* cos,   // [dim / 2]
-                                       const T* sin,   // [dim / 2]
+                                       const T* cos,   // [angles]
+                                       const T* sin,   // [angles]
                                        T* to,          // [dim], may be x
-                                       int64_t dim, float eps, bool has_head) {
+                                       int64_t dim, int angles, float eps, float offset,
+                                       bool has_head) {
   using Vec = Vector<T, kWidth>;
   const int half = has_head ? static_cast<int>(dim / 2) : 0;
   const int first = threadIdx.x % kHeadLanes * kWidth;
   const auto at = [](const T* from, int i) { return *reinterpret_cast<const Vec*>(from + i); };
+  // The features of a pair.
+  const auto low_of = [&](int pair) { return pair < angles ? pair : pair + angles; };
+  const auto high_of = [&](int pair) { return pair < angles ? pair + angles : pair + half; };
   // The first pairs of a lane stay in registers: in heads of 128 features all of them, if they are
   // loaded as vectors.
   constexpr int kHeld = 16 / sizeof(T) == kWidth ? sizeof(T) / 2 : 4;
@@ -187,8 +202,8 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     if (first + i * kStep < half) {
-      low[i] = at(x, first + i * kStep);
-      high[i] = at(x + half, first + i * kStep);
+      low[i] = at(x, low_of(first + i * kStep));
+      high[i] = at(x, high_of(first + i * kStep));
     }
   }
 #pragma unroll
@@ -197,8 +212,8 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
     add(high[i]);
   }
   for (int i = first + kHeld * kStep; i < half; i += kStep) {
-    add(at(x, i));
-    add(at(x + half, i));
+    add(at(x, low_of(i)));
+    add(at(x, high_of(i)));
   }
 #pragma unroll
   for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) {
@@ -206,15 +221,20 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
   }
   const float scale = 1.0f / sqrtf(squares / static_cast<float>(dim) + eps);
   const auto rotate_at = [&](int place, Vec low, Vec high) {
-    const Vec low_norm = at(norm, place), high_norm = at(norm + half, place);
-    const Vec cosines = at(cos, place), sines = at(sin, place);
+    const Vec low_norm = at(norm, low_of(place)), high_norm = at(norm, high_of(place));
+    const bool turns = place < angles;
+    const Vec cosines = turns ? at(cos, place) : Vec{}, sines = turns ? at(sin, place) : Vec{};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const auto normalized = [&](const Vec& vec, const Vec& weights) {
-        const float value = round_to<T>(static_cast<float>(vec.elements[i]) * scale);
-        return round_to<T>(value * static_cast<float>(weights.elements[i]));
+      const auto of = [&](const Vec& vec, const Vec& weights) {
+        return normalized(static_cast<float>(vec.elements[i]) * scale, weights.elements[i], offset);
       };
-      const float l = normalized(low, low_norm), h = normalized(high, high_norm);
+      const float l = of(low, low_norm), h = of(high, high_norm);
+      if (!turns) {
+        low.elements[i] = static_cast<T>(l);
+        high.elements[i] = static_cast<T>(h);
+        continue;
+      }
       const float c = static_cast<float>(cosines.elements[i]);
       const float s = static_cast<float>(sines.elements[i]);
       // __fmul_rn, as a fused multiply-add would skip the rounding of the product in f32.
@@ -222,31 +242,33 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
       high.elements[i] =
           static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
     }
-    *reinterpret_cast<Vec*>(to + place) = low;
-    *reinterpret_cast<Vec*>(to + half + place) = high;
+    *reinterpret_cast<Vec*>(to + low_of(place)) = low;
+    *reinterpret_cast<Vec*>(to + high_of(place)) = high;
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     if (first + i * kStep < half) rotate_at(first + i * kStep, low[i], high[i]);
   }
-  for (int i = first + kHeld * kStep; i < half; i += kStep) rotate_at(i, at(x, i), at(x + half, i));
+  for (int i = first + kHeld * kStep; i < half; i += kStep) {
+    rotate_at(i, at(x, low_of(i)), at(x, high_of(i)));
+  }
 }
 
 // Of each token: the norms and rotations of the heads of q and k, and the copy of k and v to the
 // token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes
 // heads.
 template <typename T>
-__device__ void rotate_and_append(T* qkv,           // [tokens, stride]: (query_heads + 2 kv_heads) * dim
-                                  const T* q_norm,  // [dim]
-                                  const T* k_norm,  // [dim]
-                                  const T* cos,     // [positions, dim / 2]
-                                  const T* sin,     // [positions, dim / 2]
+__device__ void rotate_and_append(T* qkv,  // [tokens, stride]: (query_heads + 2 kv_heads) * dim
+                                  const T* q_norm,           // [dim]
+                                  const T* k_norm,           // [dim]
+                                  const T* cos,              // [positions, angles]
+                                  const T* sin,              // [positions, angles]
                                   const int32_t* positions,  // [tokens]
                                   const int32_t* rows,       // [tokens]
                                   T* keys,                   // [cache rows, kv_heads * dim]
                                   T* values,                 // [cache rows, kv_heads * dim]
                                   int64_t stride, int64_t query_heads, int64_t kv_heads,
-                                  int64_t dim, float eps) {
+                                  int64_t dim, int64_t angles, float eps, float offset) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
   const int64_t token = blockIdx.x, heads = query_heads + 2 * kv_heads;
@@ -265,13 +287,15 @@ __device__ void rotate_and_append(T* qkv,           // [tokens, stride]: (query_
       for (int64_t i = threadIdx.x % kHeadLanes; i < dim; i += kHeadLanes) to[i] = x[i];
     }
   }
-  const int64_t angles = positions[token] * (dim / 2);
+  cos += positions[token] * angles;
+  sin += positions[token] * angles;
+  const int turned = static_cast<int>(angles);
   const T* const norm = is_query ? q_norm : k_norm;
   T* const to = is_query || is_value ? x : keys + row + (head - query_heads) * dim;
-  if (dim / 2 % kWide<T> == 0) {
-    rotate<T, kWide<T>>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
+  if (dim / 2 % kWide<T> == 0 && angles % kWide<T> == 0) {
+    rotate<T, kWide<T>>(x, norm, cos, sin, to, dim, turned, eps, offset, !is_value);
   } else {
-    rotate<T, 1>(x, norm, cos + angles, sin + angles, to, dim, eps, !is_value);
+    rotate<T, 1>(x, norm, cos, sin, to, dim, turned, eps, offset, !is_value);
   }
 }
 
@@ -449,90 +473,115 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Copies what the host staged over the inputs of a captured step: for each token its id, its source
-// as for `take_drawn`, its position and its cache row; then the places and the values of what has
-// changed in the block table.
+// as for `take_drawn`, its position, its cache row and its sequence's state; then the places and
+// the values of what has changed in the block table.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    set_inputs(const int32_t* staged,  // [4, tokens], then [2, changes]
+    set_inputs(const int32_t* staged,  // [5, tokens], then [2, changes]
                const int32_t* drawn, int32_t* ids, int32_t* positions, int32_t* rows,
-               int32_t* table, int64_t tokens, int64_t changes) {
+               int32_t* states, int32_t* table, int64_t tokens, int64_t changes) {
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at < tokens) {
     const int32_t source = staged[tokens + at];
     ids[at] = source < 0 ? staged[at] : max(drawn[source], 0);
     positions[at] = staged[2 * tokens + at];
     rows[at] = staged[3 * tokens + at];
+    states[at] = staged[4 * tokens + at];
   }
   if (at < changes) {
-    const int32_t* const places = staged + 4 * tokens;
+    const int32_t* const places = staged + 5 * tokens;
     table[places[at]] = places[changes + at];
   }
 }
 
 #include "attention.cuh"
+#include "delta_net.cuh"
 #include "experts.cuh"
 #include "sampling.cuh"
 
 // The kernels of an element type, by the names they are loaded by.
-#define KERNELS(T, suffix)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols,              \
-                            int64_t y_stride, float eps) {                                        \
-    add_rms_norm(x, y, weight, out, cols, y_stride, eps);                                         \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(              \
-      T* qkv, const T* q_norm, const T* k_norm, const T* cos, const T* sin,                       \
-      const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t stride,          \
-      int64_t query_heads, int64_t kv_heads, int64_t dim, float eps) {                            \
-    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, stride,       \
-                      query_heads, kv_heads, dim, eps);                                           \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads) attend_##suffix(                         \
-      const T* qkv, const T* keys, const T* values, const int32_t* positions,                     \
-      const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,   \
-      T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale, int64_t dim) {    \
-    attend(qkv, keys, values, positions, sequences, first_rows, columns, block_rows, out, cols,   \
-           query_heads, kv_heads, scale, dim);                                                    \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      silu_mul_##suffix(const T* gate_up, const int32_t* tokens, T* out, int64_t cols) {          \
-    silu_mul(gate_up, tokens, out, cols);                                                         \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      add_##suffix(T* y, const T* x, int64_t cols, int64_t x_stride) {                            \
-    add(y, x, cols, x_stride);                                                                    \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads) gather_##suffix(                         \
-      const T* table, const int32_t* rows, T* out, int64_t table_rows, int64_t cols) {            \
-    gather(table, rows, out, table_rows, cols);                                                   \
-  }                                                                                               \
-  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(          \
-      const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {      \
-    draw(logits, draws, tokens, logprobs, vocab);                                                 \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads) choose_experts_##suffix(                 \
-      const T* scores, int32_t* ids, float* weights, int64_t experts, int64_t first_held,         \
-      int64_t num_held, int64_t top_k, int32_t normalized) {                                      \
-    choose_experts(scores, ids, weights, experts, first_held, num_held, top_k, normalized);       \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      sort_routes_##suffix(const int32_t* ids, int32_t* row_of_route, int32_t* token_of_row,      \
-                           int32_t* bounds, int64_t routes, int64_t experts, int64_t top_k) {     \
-    sort_routes(ids, row_of_route, token_of_row, bounds, routes, experts, top_k);                 \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      combine_##suffix(const T* x, const float* weights, const int32_t* row_of_route, T* out,     \
-                       int64_t cols, int64_t top_k) {                                             \
-    combine(x, weights, row_of_route, out, cols, top_k);                                          \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      grouped_gemm_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y,            \
-                            int64_t experts, int64_t outs, int64_t cols) {                        \
-    grouped_gemm(x, Plain<T>{weights}, bounds, y, experts, outs, cols);                           \
-  }                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads) grouped_gemm_int4_##suffix(              \
-      const T* x, const uint32_t* words, const float* scales, int64_t group,                      \
-      const int32_t* bounds, T* y, int64_t experts, int64_t outs, int64_t cols) {                 \
-    grouped_gemm(x, Int4<T>{words, scales, group}, bounds, y, experts, outs, cols);               \
+#define KERNELS(T, suffix)                                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols,             \
+                            int64_t y_stride, float eps, float offset) {                         \
+    add_rms_norm(x, y, weight, out, cols, y_stride, eps, offset);                                \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(             \
+      T* qkv, const T* q_norm, const T* k_norm, const T* cos, const T* sin,                      \
+      const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t stride,         \
+      int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t angles, float eps,             \
+      float offset) {                                                                            \
+    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, stride,      \
+                      query_heads, kv_heads, dim, angles, eps, offset);                          \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) without_gates_##suffix(                 \
+      const T* x, T* out, int64_t stride, int64_t query_heads, int64_t kv_heads, int64_t dim) {  \
+    without_gates(x, out, stride, query_heads, kv_heads, dim);                                   \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) gate_##suffix(                          \
+      T* x, const T* gates, int64_t cols, int64_t x_stride, int64_t stride, int64_t dim) {       \
+    gate(x, gates, cols, x_stride, stride, dim);                                                 \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      convolve_##suffix(const T* x, const T* weights, const T* kept, const int32_t* positions,   \
+                        const int32_t* sequences, const int32_t* states, T* out, int64_t stride, \
+                        int64_t cols, int64_t taps) {                                            \
+    convolve(x, weights, kept, positions, sequences, states, out, stride, cols, taps);           \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) delta_rule_##suffix(                    \
+      const T* x, const T* qkv, const T* a_log, const T* dt_bias, const T* norm,                 \
+      const int32_t* positions, const int32_t* sequences, const int32_t* states, T* kept,        \
+      float* matrices, T* out, int64_t tokens, int64_t stride, float eps, int64_t keys,          \
+      int64_t values, int64_t key_dim, int64_t value_dim, int64_t taps) {                        \
+    delta_rule(x, qkv, a_log, dt_bias, norm, positions, sequences, states, kept, matrices, out,  \
+               tokens, stride, eps, {keys, values, key_dim, value_dim, taps});                   \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) attend_##suffix(                        \
+      const T* qkv, const T* keys, const T* values, const int32_t* positions,                    \
+      const int32_t* sequences, const int32_t* first_rows, int64_t columns, int64_t block_rows,  \
+      T* out, int64_t cols, int64_t query_heads, int64_t kv_heads, float scale, int64_t dim) {   \
+    attend(qkv, keys, values, positions, sequences, first_rows, columns, block_rows, out, cols,  \
+           query_heads, kv_heads, scale, dim);                                                   \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      silu_mul_##suffix(const T* gate_up, const int32_t* tokens, T* out, int64_t cols) {         \
+    silu_mul(gate_up, tokens, out, cols);                                                        \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      add_##suffix(T* y, const T* x, int64_t cols, int64_t x_stride) {                           \
+    add(y, x, cols, x_stride);                                                                   \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) gather_##suffix(                        \
+      const T* table, const int32_t* rows, T* out, int64_t table_rows, int64_t cols) {           \
+    gather(table, rows, out, table_rows, cols);                                                  \
+  }                                                                                              \
+  extern "C" __global__ void DRAW_CLUSTER __launch_bounds__(kDrawThreads) draw_##suffix(         \
+      const T* logits, const Draw* draws, int32_t* tokens, float* logprobs, int64_t vocab) {     \
+    draw(logits, draws, tokens, logprobs, vocab);                                                \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) choose_experts_##suffix(                \
+      const T* scores, int32_t* ids, float* weights, int64_t experts, int64_t first_held,        \
+      int64_t num_held, int64_t top_k, int32_t normalized) {                                     \
+    choose_experts(scores, ids, weights, experts, first_held, num_held, top_k, normalized);      \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      sort_routes_##suffix(const int32_t* ids, int32_t* row_of_route, int32_t* token_of_row,     \
+                           int32_t* bounds, int64_t routes, int64_t experts, int64_t top_k) {    \
+    sort_routes(ids, row_of_route, token_of_row, bounds, routes, experts, top_k);                \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      combine_##suffix(const T* x, const float* weights, const int32_t* row_of_route, T* out,    \
+                       int64_t cols, int64_t top_k) {                                            \
+    combine(x, weights, row_of_route, out, cols, top_k);                                         \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
+      grouped_gemm_##suffix(const T* x, const T* weights, const int32_t* bounds, T* y,           \
+                            int64_t experts, int64_t outs, int64_t cols) {                       \
+    grouped_gemm(x, Plain<T>{weights}, bounds, y, experts, outs, cols);                          \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) grouped_gemm_int4_##suffix(             \
+      const T* x, const uint32_t* words, const float* scales, int64_t group,                     \
+      const int32_t* bounds, T* y, int64_t experts, int64_t outs, int64_t cols) {                \
+    grouped_gemm(x, Int4<T>{words, scales, group}, bounds, y, experts, outs, cols);              \
   }
 
 KERNELS(__nv_bfloat16, bf16)

@@ -98,7 +98,8 @@ impl Checkpoint {
             checkpoint.add_shard(model.join(file))?;
         }
         for (name, file) in &weight_map {
-            let found = checkpoint.tensors.get(name).map(|tensor| &checkpoint.shards[tensor.shard].path);
+            let found = checkpoint.tensors.get(&text_name(name));
+            let found = found.map(|tensor| &checkpoint.shards[tensor.shard].path);
             if found != Some(&model.join(file)) {
                 bail!("{}: tensor `{name}` is not in `{file}`", index.display());
             }
@@ -118,7 +119,7 @@ impl Checkpoint {
                 shape: view.shape().to_vec(),
                 bytes: start..start + view.data().len(),
             };
-            if self.tensors.insert(name.to_owned(), tensor).is_some() {
+            if self.tensors.insert(text_name(name), tensor).is_some() {
                 bail!("{}: tensor `{name}` is in another file too", path.display());
             }
         }
@@ -146,11 +147,23 @@ impl Checkpoint {
                 let layers = config.layers;
                 bail!("config.json: `num_hidden_layers` is {layers}, but {}: tensor `{norm}` is missing", self.files());
             }
-            let path = format!("model.layers.{layer}.self_attn");
-            self.expect_size("head_dim", heads.dim, &rows(format!("{path}.q_norm")))?;
-            let (query, kv) = (heads.query_features(), heads.kv_features());
-            self.expect_size("num_attention_heads` times `head_dim", query, &rows(format!("{path}.q_proj")))?;
-            self.expect_size("num_key_value_heads` times `head_dim", kv, &rows(format!("{path}.k_proj")))?;
+            if let Some(heads) = config.delta_net_in(layer) {
+                let path = format!("model.layers.{layer}.linear_attn");
+                let (qkv, values) = (heads.convolved_features(), heads.value_features());
+                self.expect_size("linear_num_value_heads", heads.value, &[(format!("{path}.A_log"), 0)])?;
+                self.expect_size("linear_value_head_dim", heads.value_dim, &rows(format!("{path}.norm")))?;
+                let of_keys = "linear_num_key_heads`, `linear_key_head_dim` and those of values: `in_proj_qkv";
+                self.expect_size(of_keys, qkv, &rows(format!("{path}.in_proj_qkv")))?;
+                let of_values = "linear_num_value_heads` times `linear_value_head_dim";
+                self.expect_size(of_values, values, &rows(format!("{path}.in_proj_z")))?;
+                self.expect_size("linear_conv_kernel_dim", heads.taps, &[(format!("{path}.conv1d.weight"), 2)])?;
+            } else {
+                let path = format!("model.layers.{layer}.self_attn");
+                self.expect_size("head_dim", heads.dim, &rows(format!("{path}.q_norm")))?;
+                let (query, kv) = (heads.projected_features(), heads.kv_features());
+                self.expect_size("num_attention_heads` times `head_dim", query, &rows(format!("{path}.q_proj")))?;
+                self.expect_size("num_key_value_heads` times `head_dim", kv, &rows(format!("{path}.k_proj")))?;
+            }
             let mlp = format!("model.layers.{layer}.mlp");
             let Some(moe) = config.experts_in(layer) else {
                 self.expect_size("intermediate_size", intermediate, &rows(format!("{mlp}.gate_proj")))?;
@@ -160,6 +173,8 @@ impl Checkpoint {
             let [weight, packed] = rows(format!("{mlp}.experts.0.gate_proj"));
             let fused = (format!("{mlp}.experts.down_proj"), 2);
             self.expect_size("moe_intermediate_size", moe.intermediate, &[weight, packed, fused])?;
+            let shared = rows(format!("{mlp}.shared_expert.gate_proj"));
+            self.expect_size("shared_expert_intermediate_size", intermediate, &shared)?;
         }
         let [embed, head] = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| self.tensors.get(name));
         if let (true, Some(embed), Some(head)) = (config.tied, embed, head)
@@ -290,6 +305,14 @@ impl Checkpoint {
     }
 }
 
+/// The beginnings of the names of what a model has beside its text model: what sees images, and what drafts tokens.
+const OTHER_PARTS: [&str; 2] = ["model.visual.", "mtp."];
+
+/// The name of a tensor where a model is a text model alone.
+fn text_name(name: &str) -> String {
+    name.strip_prefix("model.language_model.").map_or_else(|| name.to_owned(), |rest| format!("model.{rest}"))
+}
+
 /// The integers, the scales and the shape of a module in 4 bits.
 fn int4_tensors(path: &str) -> [String; 3] {
     ["packed", "scale", "shape"].map(|part| format!("{path}.weight_{part}"))
@@ -321,7 +344,7 @@ pub struct Block {
 }
 
 impl Block {
-    fn whole(shape: &[usize]) -> Self {
+    pub(crate) fn whole(shape: &[usize]) -> Self {
         let (rows, cols) = shape.split_at(shape.len().saturating_sub(1));
         Self { rows: iter::once(0..rows.iter().product()).collect(), cols: 0..cols.iter().product() }
     }
@@ -400,7 +423,8 @@ pub struct Weights<'a> {
 impl<'a> Weights<'a> {
     /// The base model's weights.
     pub fn new(checkpoint: &'a Checkpoint, int4_group: Option<usize>) -> Self {
-        let unread = checkpoint.tensors.keys().map(String::as_str).collect();
+        let is_text = |name: &&str| !OTHER_PARTS.iter().any(|part| name.starts_with(part));
+        let unread = checkpoint.tensors.keys().map(String::as_str).filter(is_text).collect();
         let (modules, unmerged) = (BTreeMap::new(), BTreeSet::new());
         Self { checkpoint, int4_group, unread, modules, unmerged, factors: None, scale: 1.0 }
     }
@@ -439,7 +463,7 @@ impl<'a> Weights<'a> {
         let name = format!("{stored}.weight");
         let Some(&module) = self.modules.get(path) else {
             return match self.packed(stored) {
-                None => self.read_as(&name, &shape, block),
+                None => self.tensor(&name, &shape, block),
                 Some(_) => narrow(&name, &self.matrix(stored, shape, block)?).map(Cow::Owned),
             };
         };
@@ -449,13 +473,24 @@ impl<'a> Weights<'a> {
         narrow(&name, &block.of(&values, shape[1])).map(Cow::Owned)
     }
 
+    /// A block of a tensor that no adapter changes.
+    ///
+    /// # Errors
+    ///
+    /// If the tensor is missing, or has another shape, or values that `T` cannot represent.
+    pub fn tensor<T: Element>(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Cow<'a, [T]>> {
+        let values = self.checkpoint.read_as(name, shape, block)?;
+        self.note(name);
+        Ok(values)
+    }
+
     /// The weight of a norm.
     ///
     /// # Errors
     ///
     /// If the tensor is missing, or has another shape, or values that `T` cannot represent.
     pub fn norm<T: Element>(&mut self, path: &str, len: usize) -> Result<Cow<'a, [T]>> {
-        self.read_as(&format!("{path}.weight"), &[len], &Block::whole(&[len]))
+        self.tensor(&format!("{path}.weight"), &[len], &Block::whole(&[len]))
     }
 
     /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this
@@ -508,9 +543,9 @@ impl<'a> Weights<'a> {
         };
         if self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_none()) {
             let parts = if is_fused {
-                vec![self.read_as(&fused, &fused_shape, &of_all())?]
+                vec![self.tensor(&fused, &fused_shape, &of_all())?]
             } else {
-                let read = |module: &String| self.read_as(&format!("{module}.weight"), &whole, &block);
+                let read = |module: &String| self.tensor(&format!("{module}.weight"), &whole, &block);
                 modules.iter().map(read).collect::<Result<_>>()?
             };
             return Ok((shape, ExpertWeights::Plain(parts)));
@@ -565,12 +600,6 @@ impl<'a> Weights<'a> {
 
     fn read(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Vec<f32>> {
         let values = self.checkpoint.read(name, shape, block)?;
-        self.note(name);
-        Ok(values)
-    }
-
-    fn read_as<T: Element>(&mut self, name: &str, shape: &[usize], block: &Block) -> Result<Cow<'a, [T]>> {
-        let values = self.checkpoint.read_as(name, shape, block)?;
         self.note(name);
         Ok(values)
     }

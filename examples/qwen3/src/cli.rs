@@ -39,14 +39,14 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// Runs a Qwen3, dense or with experts, and its LoRA adapters, all requests in one batch.
+/// Runs a Qwen3, dense or with experts, or a Qwen3.5 with experts, and its LoRA adapters, all requests in one batch.
 ///
 /// Without --model, it runs the small dense model in tests/fixtures, and without --adapter all of its adapters too.
 /// Without --requests and --logits as well, it then runs the small model with experts there, and that with weights in 4
 /// bits; with --ep, these alone.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// A Hugging Face directory of a qwen3 or a qwen3_moe. Its weights stay mapped: they must not be truncated
+    /// A Hugging Face directory of a qwen3, a qwen3_moe or a qwen3_5_moe. Its weights stay mapped: they must not be truncated
     /// meanwhile
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,

@@ -3,6 +3,7 @@
 //! A token's result is bit-identical in any batch: operations process rows independently, and the GEMM consists of
 //! products of one fixed shape. Weights are stored as `f32`, the GEMM's input type, after rounding to the element type.
 
+mod delta;
 mod experts;
 pub mod sampling;
 
@@ -19,10 +20,10 @@ use aril::{
 };
 use rayon::prelude::*;
 
-pub use self::experts::Routes;
+pub use self::{delta::States, experts::Routes};
 use crate::{
-    config::Heads,
-    device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
+    config::{DeltaHeads, Heads},
+    device::{Cache, DeltaNet, Device, Draw, HeadNorms, Norm, Places, Rope, Slots},
     error::{Error, Result},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     forward::Stacked,
@@ -101,6 +102,7 @@ impl<T: Element> Device for Cpu<T> {
     type Indices = Vec<u32>;
     type Routes = Routes;
     type Draws = Vec<(Option<u32>, f32)>;
+    type States = States<T>;
 
     fn tensor(&self, _rows: usize, cols: usize, values: &[T]) -> Result<Tensor<T>> {
         Ok(Tensor { cols, data: values.to_vec() })
@@ -123,6 +125,10 @@ impl<T: Element> Device for Cpu<T> {
 
     fn indices(&self, values: &[u32]) -> Result<Vec<u32>> {
         Ok(values.to_vec())
+    }
+
+    fn states(&self, sequences: usize, heads: DeltaHeads) -> Result<States<T>> {
+        States::new(sequences, heads)
     }
 
     type Adapters = cpu::WeightTable;
@@ -314,23 +320,59 @@ impl<T: Element> Device for Cpu<T> {
         Ok(Tensor { cols: weight.rows, data: product(&x.data, weight) })
     }
 
-    fn rms_norm(&self, x: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
+    fn rms_norm(&self, x: &Tensor<T>, norm: &Norm<Self>) -> Result<Tensor<T>> {
         Ok(x.map_rows(x.cols, |x, out| {
             out.copy_from_slice(x);
-            normalize(out, &weight.data, eps);
+            normalize(out, norm);
         }))
     }
 
-    fn add_rms_norm(&self, x: &mut Tensor<T>, y: &Tensor<T>, weight: &Tensor<T>, eps: f32) -> Result<Tensor<T>> {
+    fn add_rms_norm(&self, x: &mut Tensor<T>, y: &Tensor<T>, norm: &Norm<Self>) -> Result<Tensor<T>> {
         self.add(x, y)?;
-        self.rms_norm(x, weight, eps)
+        self.rms_norm(x, norm)
+    }
+
+    fn without_gates(&self, qkv: &Tensor<T>, heads: Heads) -> Result<Tensor<T>> {
+        let cols = heads.query_features() + 2 * heads.kv_features();
+        Ok(qkv.map_rows(cols, |qkv, out| {
+            let (queries, kv) = qkv.split_at(heads.projected_features());
+            let (out, kv_out) = out.split_at_mut(heads.query_features());
+            for (query, out) in queries.chunks_exact(2 * heads.dim).zip(out.chunks_exact_mut(heads.dim)) {
+                out.copy_from_slice(&query[..heads.dim]);
+            }
+            kv_out.copy_from_slice(kv);
+        }))
+    }
+
+    fn gate(&self, x: &mut Tensor<T>, gates: &Tensor<T>, heads: Option<Heads>) -> Result<()> {
+        for_rows(&mut x.data, x.cols, &|row, x| {
+            let gates = &gates.data[row * gates.cols..][..gates.cols];
+            for (feature, x) in x.iter_mut().enumerate() {
+                let gate = match heads {
+                    Some(Heads { dim, .. }) => gates[feature / dim * 2 * dim + dim + feature % dim],
+                    None => gates[0],
+                };
+                *x = T::from_f32(x.to_f32() * round::<T>(sigmoid(gate.to_f32())));
+            }
+        });
+        Ok(())
+    }
+
+    fn delta_net(
+        &self,
+        x: &Tensor<T>,
+        net: &DeltaNet<Self>,
+        places: &Places<Self>,
+        states: &mut States<T>,
+    ) -> Result<Tensor<T>> {
+        Ok(states.run(x, net, places))
     }
 
     fn rotate_and_append(
         &self,
         qkv: &mut Tensor<T>,
         heads: Heads,
-        norms: HeadNorms<'_, Self>,
+        norms: &HeadNorms<Self>,
         rope: &Rope<Self>,
         places: &Places<Self>,
         cache: &mut Cache<Self>,
@@ -339,9 +381,9 @@ impl<T: Element> Device for Cpu<T> {
         for_rows(&mut qkv.data, qkv.cols, &|token, row| {
             let position = places.positions[token];
             let (queries, row) = row.split_at_mut(query_features);
-            for (features, norm) in [(queries, norms.q), (&mut row[..kv_features], norms.k)] {
+            for (features, norm) in [(queries, &norms.q), (&mut row[..kv_features], &norms.k)] {
                 for head in features.chunks_exact_mut(heads.dim) {
-                    normalize(head, &norm.data, norms.eps);
+                    normalize(head, norm);
                     rotate(head, rope.cos.row(position), rope.sin.row(position));
                 }
             }
@@ -394,8 +436,7 @@ impl<T: Element> Device for Cpu<T> {
         Ok(gate_up.map_rows(gate_up.cols / 2, |row, out| {
             let (gate, up) = row.split_at(out.len());
             for ((gate, up), out) in gate.iter().zip(up).zip(out) {
-                let gate = gate.to_f32();
-                *out = T::from_f32(round::<T>(gate / (1.0 + (-gate).exp())) * up.to_f32());
+                *out = T::from_f32(round::<T>(silu(gate.to_f32())) * up.to_f32());
             }
         }))
     }
@@ -645,14 +686,24 @@ fn dot<T: Element>(a: &[T], b: &[T]) -> f32 {
     sums.iter().sum::<f32>() + tail
 }
 
-fn normalize<T: Element>(x: &mut [T], weight: &[T], eps: f32) {
+fn normalize<T: Element>(x: &mut [T], Norm { weight, offset, eps }: &Norm<Cpu<T>>) {
     let scale = 1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt();
-    for (x, weight) in x.iter_mut().zip(weight) {
-        *x = T::from_f32(round::<T>(x.to_f32() * scale) * weight.to_f32());
+    for (x, weight) in x.iter_mut().zip(&weight.data) {
+        let value = x.to_f32() * scale;
+        let value = if *offset == 0.0 { round::<T>(value) } else { value };
+        *x = T::from_f32(value * (weight.to_f32() + offset));
     }
 }
 
-/// Rotates the pairs `(i, i + dim / 2)` of a head.
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+/// Rotates the pairs `(i, i + n)` of a head, for each of `n` angles.
 fn rotate<T: Element>(head: &mut [T], cos: &[T], sin: &[T]) {
     let (low, high) = head.split_at_mut(cos.len());
     for pair in 0..cos.len() {

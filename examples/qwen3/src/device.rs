@@ -1,5 +1,5 @@
-//! The interface between the forward and a device: memory, the operations of a Qwen3, and the library's multi-LoRA
-//! operations.
+//! The interface between the forward and a device: memory, the operations of a Qwen3 or Qwen3.5, and the library's
+//! multi-LoRA operations.
 //!
 //! The trait is the example's own, so that one forward serves the CPU and the GPU. The library has no such trait, and
 //! an engine needs none. Operations may return before they have run, except those that return values to the host.
@@ -19,7 +19,7 @@ use aril::{
 };
 
 use crate::{
-    config::Heads,
+    config::{DeltaHeads, Heads},
     error::Result,
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     forward::Stacked,
@@ -35,7 +35,8 @@ pub struct Cache<D: Device> {
     pub values: D::Tensor,
 }
 
-/// The cache rows of sequences: blocks of `block_rows` consecutive positions, each in consecutive rows.
+/// The places of sequences: the cache rows of each, blocks of `block_rows` consecutive positions, each in consecutive
+/// rows; and its state in gated delta nets.
 #[derive(Clone, Debug, Default)]
 pub struct BlockTable<I = Vec<u32>> {
     /// `[sequences, columns]`: the row of each block's first position. Blocks that a sequence does not have yet may
@@ -45,6 +46,8 @@ pub struct BlockTable<I = Vec<u32>> {
     pub columns: usize,
     /// Positions of a block.
     pub block_rows: u32,
+    /// `[sequences]`: where each has its state.
+    pub states: I,
 }
 
 impl BlockTable {
@@ -56,7 +59,8 @@ impl BlockTable {
 }
 
 /// Where each token of a step is: its position in its sequence, its sequence's row of the block table, and its own
-/// cache row. The tokens of a sequence follow each other, in the order of their positions.
+/// cache row. The tokens of a sequence follow each other, in the order of their positions, and the rows of the sequences
+/// ascend.
 pub struct Places<D: Device> {
     /// The position in the sequence, from 0.
     pub positions: D::Indices,
@@ -70,11 +74,34 @@ pub struct Places<D: Device> {
     pub alone: Option<D::Indices>,
 }
 
-/// The weights of the norms of the heads of q and k, `[1, dim]` each.
-pub struct HeadNorms<'a, D: Device> {
-    pub(crate) q: &'a D::Tensor,
-    pub(crate) k: &'a D::Tensor,
+/// A norm: `x / rms(x)`, rounded, times its weight, rounded. If something is added to the weight, which has fewer bits
+/// than the sum, only the result is rounded.
+pub struct Norm<D: Device> {
+    /// `[1, cols]`
+    pub weight: D::Tensor,
+    /// Added to the weight: 1 in a Qwen3.5, 0 otherwise.
+    pub(crate) offset: f32,
+    /// Added to the mean square.
     pub(crate) eps: f32,
+}
+
+/// The norms of the heads of q and k, of `dim` features each.
+pub struct HeadNorms<D: Device> {
+    pub(crate) q: Norm<D>,
+    pub(crate) k: Norm<D>,
+}
+
+/// The weights of a gated delta net beside its projections, and its heads on this rank.
+pub struct DeltaNet<D: Device> {
+    pub(crate) heads: DeltaHeads,
+    /// Of the convolution: `[convolved features, taps]`.
+    pub(crate) taps: D::Tensor,
+    /// The logarithm of each value head's rate of decay: `[1, value heads]`.
+    pub(crate) a_log: D::Tensor,
+    /// Added to a of each value head: `[1, value heads]`.
+    pub(crate) dt_bias: D::Tensor,
+    /// Of a value head.
+    pub(crate) norm: Norm<D>,
 }
 
 /// How a token is chosen from logits: `Draw` of `kernels/sampling.cuh`.
@@ -97,7 +124,7 @@ impl Draw {
     pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, place: 0.0 };
 }
 
-/// The cosines and sines of every position: `[positions, dim / 2]` each.
+/// The cosines and sines of every position: `[positions, pairs]` each, of the pairs of a head that are rotated.
 pub struct Rope<D: Device> {
     pub(crate) cos: D::Tensor,
     /// The sines.
@@ -144,6 +171,9 @@ pub trait Device: Sized + 'static {
     type Routes;
     /// The tokens that a step chose, on the device and on their way to the host.
     type Draws;
+    /// What a gated delta net keeps of each sequence, at the place that a [`BlockTable`] names: the last inputs of its
+    /// convolution, and a matrix `[key_dim, value_dim]` in `f32` for each value head.
+    type States;
 
     /// A matrix of these values, row-major.
     fn tensor(&self, rows: usize, cols: usize, values: &[Self::Elem]) -> Result<Self::Tensor>;
@@ -159,6 +189,8 @@ pub trait Device: Sized + 'static {
     ) -> Result<Box<dyn GroupedGemm<Self>>>;
     /// Indices on the device.
     fn indices(&self, values: &[u32]) -> Result<Self::Indices>;
+    /// States of so many sequences.
+    fn states(&self, sequences: usize, heads: DeltaHeads) -> Result<Self::States>;
 
     // ---- Multi-LoRA: the library's types and operations, under its names.
 
@@ -341,24 +373,37 @@ pub trait Device: Sized + 'static {
     fn embed(&self, table: &Self::Weight, ids: &Self::Indices) -> Result<Self::Tensor>;
     /// `x Wᵀ`, rounded once.
     fn gemm(&self, x: &Self::Tensor, weight: &Self::Weight, stacked: Stacked<'_, Self>) -> Result<Self::Tensor>;
-    /// `x / rms(x)` of each row, rounded, times `weight`, rounded.
-    fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<Self::Tensor>;
+    /// The norm of each row.
+    fn rms_norm(&self, x: &Self::Tensor, norm: &Norm<Self>) -> Result<Self::Tensor>;
     /// `x += y`, rounded, and [`rms_norm`](Self::rms_norm) of it.
-    fn add_rms_norm(
+    fn add_rms_norm(&self, x: &mut Self::Tensor, y: &Self::Tensor, norm: &Norm<Self>) -> Result<Self::Tensor>;
+    /// q, k and v, dense, of a projection whose queries have gates behind them.
+    fn without_gates(&self, qkv: &Self::Tensor, heads: Heads) -> Result<Self::Tensor>;
+    /// `x` times the sigmoid of its gate, rounded, rounded. The gates are those behind the queries of a projection with
+    /// these heads, or one of each row.
+    fn gate(&self, x: &mut Self::Tensor, gates: &Self::Tensor, heads: Option<Heads>) -> Result<()>;
+    /// A gated delta net behind its projection, whose rows are q, k, v, z, b and a. It takes a sequence from the state
+    /// that it is in, and from none at position 0, and leaves the state behind its last token.
+    ///
+    /// q, k and v are convolved over the last `taps` tokens, rounded, and `x · sigmoid(x)` of that is rounded. The
+    /// rest is in `f32` for each value head, with q and k of its key head divided by their lengths, and q by
+    /// `√key_dim`: the state `S` decays by `exp(-exp(a_log) · softplus(a + dt_bias))`, then `S += k (β (v - Sᵀ k))ᵀ`
+    /// with `β = sigmoid(b)`, rounded, and `Sᵀ q`, rounded, goes through the norm, times `z · sigmoid(z)`, rounded.
+    fn delta_net(
         &self,
-        x: &mut Self::Tensor,
-        y: &Self::Tensor,
-        weight: &Self::Tensor,
-        eps: f32,
+        x: &Self::Tensor,
+        net: &DeltaNet<Self>,
+        places: &Places<Self>,
+        states: &mut Self::States,
     ) -> Result<Self::Tensor>;
-    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of its pairs `(i, i + dim / 2)` by its
-    /// token's angles, both products rounded, then their sum; then the copy of k and v to the token's row of the cache.
-    /// Of `qkv`, only q is used afterwards.
+    /// [`rms_norm`](Self::rms_norm) of each head of q and k; then the rotation of the pairs `(i, i + n)` of its first
+    /// `2 n` features by its token's `n` angles, both products rounded, then their sum; then the copy of k and v to the
+    /// token's row of the cache. Of `qkv`, only q is used afterwards.
     fn rotate_and_append(
         &self,
         qkv: &mut Self::Tensor,
         heads: Heads,
-        norms: HeadNorms<'_, Self>,
+        norms: &HeadNorms<Self>,
         rope: &Rope<Self>,
         places: &Places<Self>,
         cache: &mut Cache<Self>,

@@ -75,7 +75,7 @@ fn of<T: Element>(config: &Config, dtype: Dtype) -> Result<(MmapMut, Checkpoint)
 /// The names and shapes of all tensors.
 fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
     let Config { vocab, hidden, intermediate, heads, .. } = *config;
-    let (query, kv) = (heads.query_features(), heads.kv_features());
+    let (query, projected, kv) = (heads.query_features(), heads.projected_features(), heads.kv_features());
     let mut shapes = vec![
         ("model.embed_tokens.weight".to_owned(), vec![vocab, hidden]),
         ("model.norm.weight".to_owned(), vec![hidden]),
@@ -87,21 +87,43 @@ fn shapes(config: &Config) -> Vec<(String, Vec<usize>)> {
         let mut add =
             |name: &str, shape: &[usize]| shapes.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
         add("input_layernorm.weight", &[hidden]);
-        add("self_attn.q_proj.weight", &[query, hidden]);
-        add("self_attn.k_proj.weight", &[kv, hidden]);
-        add("self_attn.v_proj.weight", &[kv, hidden]);
-        add("self_attn.q_norm.weight", &[heads.dim]);
-        add("self_attn.k_norm.weight", &[heads.dim]);
-        add("self_attn.o_proj.weight", &[hidden, query]);
+        if let Some(heads) = config.delta_net_in(layer) {
+            let (convolved, values) = (heads.convolved_features(), heads.value_features());
+            add("linear_attn.in_proj_qkv.weight", &[convolved, hidden]);
+            add("linear_attn.in_proj_z.weight", &[values, hidden]);
+            add("linear_attn.in_proj_b.weight", &[heads.value, hidden]);
+            add("linear_attn.in_proj_a.weight", &[heads.value, hidden]);
+            add("linear_attn.conv1d.weight", &[convolved, 1, heads.taps]);
+            add("linear_attn.A_log", &[heads.value]);
+            add("linear_attn.dt_bias", &[heads.value]);
+            add("linear_attn.norm.weight", &[heads.value_dim]);
+            add("linear_attn.out_proj.weight", &[hidden, values]);
+        } else {
+            add("self_attn.q_proj.weight", &[projected, hidden]);
+            add("self_attn.k_proj.weight", &[kv, hidden]);
+            add("self_attn.v_proj.weight", &[kv, hidden]);
+            add("self_attn.q_norm.weight", &[heads.dim]);
+            add("self_attn.k_norm.weight", &[heads.dim]);
+            add("self_attn.o_proj.weight", &[hidden, query]);
+        }
         add("post_attention_layernorm.weight", &[hidden]);
         if let Some(moe) = config.experts_in(layer) {
             add("mlp.gate.weight", &[moe.experts, hidden]);
             add("mlp.experts.gate_up_proj", &[moe.experts, 2 * moe.intermediate, hidden]);
             add("mlp.experts.down_proj", &[moe.experts, hidden, moe.intermediate]);
-        } else {
-            add("mlp.gate_proj.weight", &[intermediate, hidden]);
-            add("mlp.up_proj.weight", &[intermediate, hidden]);
-            add("mlp.down_proj.weight", &[hidden, intermediate]);
+        }
+        let dense = match (config.experts_in(layer), &config.hybrid) {
+            (None, _) => "mlp",
+            (Some(_), Some(_)) => "mlp.shared_expert",
+            (Some(_), None) => continue,
+        };
+        for (module, shape) in
+            [("gate", [intermediate, hidden]), ("up", [intermediate, hidden]), ("down", [hidden, intermediate])]
+        {
+            add(&format!("{dense}.{module}_proj.weight"), &shape);
+        }
+        if config.hybrid.is_some() {
+            add("mlp.shared_expert_gate.weight", &[1, hidden]);
         }
     }
     shapes
@@ -126,7 +148,7 @@ mod tests {
     /// Every fixture's configuration has random weights that the forward runs on, and that are all read.
     #[test]
     fn random_weights_run() {
-        for name in ["qwen3", "qwen3-untied", "qwen3-moe"] {
+        for name in ["qwen3", "qwen3-untied", "qwen3-moe", "qwen3-hybrid"] {
             let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures");
             let config = Config::read(&fixtures.join(name)).expect("the fixture is whole");
             let checkpoint = checkpoint(&config, DType::BF16, |_| Ok(())).expect("there is memory");
@@ -136,10 +158,10 @@ mod tests {
             let (table, _) = load(&device, &described.model, &[], 4, &Rank::default()).expect("the capacity is valid");
             let weights = Weights::new(&checkpoint, None);
             let model = Model::new(&device, &config, &described, weights, table, 4).expect("all tensors are there");
-            let mut session = model.session(16, 16).expect("there is memory");
+            let mut session = model.session(16, 16, 1).expect("there is memory");
             let mut step =
                 Step { ids: vec![1, 2, 3], positions: vec![0, 1, 2], sequences: vec![0; 3], ..Step::default() };
-            step.table = crate::device::BlockTable { first_rows: vec![0], columns: 1, block_rows: 16 };
+            step.table = crate::device::BlockTable { first_rows: vec![0], columns: 1, block_rows: 16, states: vec![0] };
             step.slots = vec![aril::Slot::BASE; 3];
             step.scales = vec![1.0; 3];
             step.sampled = vec![2];

@@ -1,7 +1,8 @@
-//! The reference forward: where the multi-LoRA calls go in a Qwen3.
+//! The reference forward: where the multi-LoRA calls go in a Qwen3 or Qwen3.5.
 //!
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v
-//! fused; o; gate and up fused; down), and the language-model head. In steps of few tokens on the GPU, a layer's GEMM
+//! fused, or the projections of a gated delta net; the one behind them; gate and up fused; down), and the
+//! language-model head. In steps of few tokens on the GPU, a layer's GEMM
 //! and its deltas are one call. In steps of many, the deltas of gate and up and the activation are one. In a layer with
 //! experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many routes on
 //! the GPU they come before the base's activation and combine instead. The router is a linear layer, whose scores have
@@ -19,10 +20,10 @@ use std::cell::RefCell;
 use aril::{Element, Slot, plan::MAX_FORWARD_TOKENS};
 
 use crate::{
-    config::{Config, Heads},
-    device::{BlockTable, Cache, Device, HeadNorms, Places, Rope, Slots},
+    config::Config,
+    device::{BlockTable, Cache, DeltaNet, Device, HeadNorms, Places, Rope, Slots},
     error::Result,
-    model::{Experts, Layer, Linear, Mlp, Model},
+    model::{Dense, Experts, Layer, Linear, Mixer, Mlp, Model, Shared},
 };
 
 /// The tokens of all requests that run in one pass, packed without padding.
@@ -144,11 +145,19 @@ impl<D: Device> Lora<'_, '_, D> {
 
 /// The linear layers of a layer with their base weights, for steps of few tokens.
 struct FusedLayer<'m, D: Device + 'm> {
-    qkv: Option<D::FusedLinear<'m>>,
-    o: Option<D::FusedLinear<'m>>,
-    /// Of a dense layer.
+    input: Option<D::FusedLinear<'m>>,
+    output: Option<D::FusedLinear<'m>>,
+    /// Of the MLP that all tokens go through.
     gate_up: Option<D::FusedLinear<'m>>,
     down: Option<D::FusedLinear<'m>>,
+}
+
+/// What a layer's mixer keeps of the sequences.
+pub enum Kept<'m, D: Device + 'm> {
+    /// Keys and values, whose heads have these norms.
+    Cache(&'m HeadNorms<D>, Cache<D>),
+    /// The states of a gated delta net.
+    States(&'m DeltaNet<D>, D::States),
 }
 
 /// The state kept from step to step.
@@ -163,35 +172,44 @@ pub struct Session<'m, D: Device + 'm> {
 pub struct State<'m, D: Device + 'm> {
     fused: Vec<FusedLayer<'m, D>>,
     fused_head: Option<D::FusedLinear<'m>>,
-    /// Keys and values, by layer.
-    pub caches: Vec<Cache<D>>,
+    /// By layer.
+    pub kept: Vec<Kept<'m, D>>,
     rope: Rope<D>,
     grouping: D::Grouping,
 }
 
 impl<D: Device> Model<'_, D> {
-    /// Sets up a run of sequences on a cache of `rows` rows, the longest of them with `positions` positions.
+    /// Sets up a run of up to `sequences` sequences at a time on a cache of `rows` rows, the longest of them with
+    /// `positions` positions.
     ///
     /// # Errors
     ///
     /// If the device has no memory for it.
-    pub fn session<'m>(&'m self, rows: usize, positions: usize) -> Result<Session<'m, D>> {
-        let Self { device, config, heads, routes, adapters, layers, .. } = self;
+    pub fn session<'m>(&'m self, rows: usize, positions: usize, sequences: usize) -> Result<Session<'m, D>> {
+        let Self { device, heads, routes, adapters, layers, .. } = self;
         let features = heads.kv_features();
-        let cache = || Ok(Cache { keys: device.zeros(rows, features)?, values: device.zeros(rows, features)? });
+        let kept = |layer: &'m Layer<D>| {
+            Ok(match &layer.mixer {
+                Mixer::Attention(norms) => {
+                    let [keys, values] = [(); 2].map(|()| device.zeros(rows, features));
+                    Kept::Cache(norms, Cache { keys: keys?, values: values? })
+                }
+                Mixer::DeltaNet(net) => Kept::States(net, device.states(sequences, net.heads)?),
+            })
+        };
         let fused = |layer: &'m Linear<D>| device.fused_linear(adapters, layer.id, &layer.base);
         let head = self.head.as_ref().unwrap_or(&self.embed);
         let fused_layer = |layer: &'m Layer<D>| {
-            let (gate_up, down) = match &layer.mlp {
-                Mlp::Dense { gate_up, down } => (fused(gate_up)?, fused(down)?),
-                Mlp::Sparse(_) => (None, None),
+            let (gate_up, down) = match layer.mlp.dense() {
+                Some(Dense { gate_up, down }) => (fused(gate_up)?, fused(down)?),
+                None => (None, None),
             };
-            Ok(FusedLayer { qkv: fused(&layer.qkv)?, o: fused(&layer.o)?, gate_up, down })
+            Ok(FusedLayer { input: fused(&layer.input)?, output: fused(&layer.output)?, gate_up, down })
         };
         let state = State {
             fused: layers.iter().map(fused_layer).collect::<Result<_>>()?,
             fused_head: device.fused_linear(adapters, self.head_id, head)?,
-            caches: (0..config.layers).map(|_| cache()).collect::<Result<_>>()?,
+            kept: layers.iter().map(kept).collect::<Result<_>>()?,
             rope: self.rope(positions)?,
             grouping: device.grouping(*routes)?,
         };
@@ -253,7 +271,7 @@ impl<D: Device> Model<'_, D> {
     /// Whether the GEMMs of steps of so many tokens have the rows of the stack.
     pub fn has_stacked_rows(&self, tokens: usize) -> bool {
         let Some(stack) = self.stack.as_ref().filter(|_| tokens > FUSED_TOKENS) else { return false };
-        let is_fastest = |layer: &Layer<D>| self.device.is_fastest_stacked(&layer.qkv.lora, &stack.borrow(), tokens);
+        let is_fastest = |layer: &Layer<D>| self.device.is_fastest_stacked(&layer.input.lora, &stack.borrow(), tokens);
         self.layers.first().is_some_and(is_fastest)
     }
 
@@ -263,7 +281,7 @@ impl<D: Device> Model<'_, D> {
     ///
     /// If the device has no memory for them.
     pub fn inputs(&self, step: &Step) -> Result<Inputs<D>> {
-        let BlockTable { ref first_rows, columns, block_rows } = step.table;
+        let BlockTable { ref first_rows, columns, block_rows, ref states } = step.table;
         let places = step.sequences.iter().zip(&step.positions);
         let rows: Vec<u32> = places.map(|(&sequence, &position)| step.table.row(sequence, position)).collect();
         let indices = |values: &[u32]| self.device.indices(values);
@@ -271,7 +289,7 @@ impl<D: Device> Model<'_, D> {
             positions: indices(&step.positions)?,
             sequences: indices(&step.sequences)?,
             rows: indices(&rows)?,
-            table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows },
+            table: BlockTable { first_rows: indices(first_rows)?, columns, block_rows, states: indices(states)? },
             alone: step.alone().map(|tokens| indices(&tokens)).transpose()?,
         };
         Ok(Inputs { ids: indices(&step.ids)?, places })
@@ -284,11 +302,11 @@ impl<D: Device> Model<'_, D> {
     /// If the device fails.
     pub fn hidden(
         &self,
-        State { fused, caches, rope, grouping, .. }: &mut State<'_, D>,
+        State { fused, kept, rope, grouping, .. }: &mut State<'_, D>,
         Inputs { ids, places }: &Inputs<D>,
         lora: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
-        let Self { device, heads, config: Config { eps, .. }, .. } = *self;
+        let Self { device, .. } = *self;
         let of_rank;
         let ids = match self.first_token {
             0 => ids,
@@ -305,25 +323,31 @@ impl<D: Device> Model<'_, D> {
 
         // What the layer before adds to h.
         let mut added: Option<D::Tensor> = None;
-        for ((layer, fused), cache) in self.layers.iter().zip(&*fused).zip(caches) {
+        for ((layer, fused), kept) in self.layers.iter().zip(&*fused).zip(kept) {
             let x = match &added {
-                None => device.rms_norm(&h, &layer.input_norm, eps)?,
-                Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm, eps)?,
+                None => device.rms_norm(&h, &layer.input_norm)?,
+                Some(y) => device.add_rms_norm(&mut h, y, &layer.input_norm)?,
             };
-            let mut qkv = self.linear(&x, layer.qkv.parts(), fused.qkv.as_ref(), lora)?;
-            let norms = HeadNorms { q: &layer.q_norm, k: &layer.k_norm, eps };
-            device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
-            let x = device.attention(&qkv, heads, places, cache)?;
-            let mut y = self.linear(&x, layer.o.parts(), fused.o.as_ref(), lora)?;
+            let x = self.linear(&x, layer.input.parts(), fused.input.as_ref(), lora)?;
+            let x = match kept {
+                Kept::Cache(norms, cache) => self.attention(x, norms, (rope, places), cache)?,
+                Kept::States(net, states) => device.delta_net(&x, net, places, states)?,
+            };
+            let mut y = self.linear(&x, layer.output.parts(), fused.output.as_ref(), lora)?;
             device.all_reduce(&mut y)?;
 
-            let x = device.add_rms_norm(&mut h, &y, &layer.post_norm, eps)?;
+            let x = device.add_rms_norm(&mut h, &y, &layer.post_norm)?;
             let mut y = match &layer.mlp {
-                Mlp::Dense { gate_up, down } => {
-                    let x = self.gate_up(&x, gate_up, fused.gate_up.as_ref(), lora)?;
-                    self.linear(&x, down.parts(), fused.down.as_ref(), lora)?
+                Mlp::Dense(dense) => self.dense(&x, dense, fused, lora)?,
+                Mlp::Sparse(experts) => {
+                    let mut y = self.experts(&x, experts, grouping, lora)?;
+                    if let Some(Shared { mlp, gate }) = &experts.shared {
+                        let mut shared = self.dense(&x, mlp, fused, lora)?;
+                        device.gate(&mut shared, &self.linear(&x, gate.parts(), None, lora)?, None)?;
+                        device.add(&mut y, &shared)?;
+                    }
+                    y
                 }
-                Mlp::Sparse(experts) => self.experts(&x, experts, grouping, lora)?,
             };
             device.all_reduce(&mut y)?;
             added = Some(y);
@@ -340,7 +364,7 @@ impl<D: Device> Model<'_, D> {
     ///
     /// If the device fails.
     pub fn logits(&self, state: &State<'_, D>, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
-        let x = self.device.rms_norm(h, &self.norm, self.config.eps)?;
+        let x = self.device.rms_norm(h, &self.norm)?;
         let base = self.head.as_ref().unwrap_or(&self.embed);
         let logits = self.linear(&x, (base, &self.head_lora), state.fused_head.as_ref(), lora)?;
         self.device.all_gather(logits, self.config.vocab)
@@ -364,7 +388,37 @@ impl<D: Device> Model<'_, D> {
         self.device.gemm(x, base, lora.stacked)
     }
 
-    /// Gate and up of a dense layer, their deltas, and `silu(gate) · up`.
+    /// Attention behind its projections.
+    fn attention(
+        &self,
+        x: D::Tensor,
+        norms: &HeadNorms<D>,
+        (rope, places): (&Rope<D>, &Places<D>),
+        cache: &mut Cache<D>,
+    ) -> Result<D::Tensor> {
+        let Self { device, heads, .. } = *self;
+        let (mut qkv, gates) = if heads.is_gated { (device.without_gates(&x, heads)?, Some(x)) } else { (x, None) };
+        device.rotate_and_append(&mut qkv, heads, norms, rope, places, cache)?;
+        let mut x = device.attention(&qkv, heads, places, cache)?;
+        if let Some(gates) = gates {
+            device.gate(&mut x, &gates, Some(heads))?;
+        }
+        Ok(x)
+    }
+
+    /// A dense MLP.
+    fn dense(
+        &self,
+        x: &D::Tensor,
+        Dense { gate_up, down }: &Dense<D>,
+        fused: &FusedLayer<'_, D>,
+        lora: &mut Lora<'_, '_, D>,
+    ) -> Result<D::Tensor> {
+        let x = self.gate_up(x, gate_up, fused.gate_up.as_ref(), lora)?;
+        self.linear(&x, down.parts(), fused.down.as_ref(), lora)
+    }
+
+    /// Gate and up of a dense MLP, their deltas, and `silu(gate) · up`.
     fn gate_up(
         &self,
         x: &D::Tensor,
@@ -389,7 +443,7 @@ impl<D: Device> Model<'_, D> {
         Lora { step, has_adapters, changes_routers, .. }: &mut Lora<'_, '_, D>,
     ) -> Result<D::Tensor> {
         let Self { device, .. } = self;
-        let Experts { router, top_k, normalized, held, gate_up, down, lora } = layer;
+        let Experts { router, top_k, normalized, held, gate_up, down, lora, .. } = layer;
         let adapted = changes_routers.then_some(&mut **step);
         let routes = device.choose_experts(x, router.parts(), adapted, (*top_k, *normalized), held.clone())?;
         if !*has_adapters {
@@ -409,10 +463,10 @@ impl<D: Device> Model<'_, D> {
     /// them.
     #[expect(clippy::cast_possible_truncation, reason = "where transformers rounds")]
     fn rope(&self, positions: usize) -> Result<Rope<D>> {
-        let Heads { dim, .. } = self.config.heads;
-        let theta = self.config.rope_theta as f32;
+        let Config { rotary, rope_theta, .. } = self.config;
+        let theta = rope_theta as f32;
         let frequencies: Vec<f32> =
-            (0..dim).step_by(2).map(|feature| 1.0 / theta.powf(feature as f32 / dim as f32)).collect();
+            (0..rotary).step_by(2).map(|feature| 1.0 / theta.powf(feature as f32 / rotary as f32)).collect();
         let angles: Vec<f32> = (0..positions)
             .flat_map(|position| frequencies.iter().map(move |frequency| position as f32 * frequency))
             .collect();

@@ -77,7 +77,8 @@ fn run<D: Device>(
     next: impl Fn(usize, usize, Option<u32>) -> Result<(u32, bool)>,
 ) -> Result<Vec<Generation>> {
     // Each sequence has one block, as long as the longest sequence.
-    let mut table = BlockTable { first_rows: Vec::with_capacity(sequences.len()), columns: 1, block_rows: 0 };
+    let states = (0..).take(sequences.len()).collect();
+    let mut table = BlockTable { first_rows: Vec::with_capacity(sequences.len()), columns: 1, block_rows: 0, states };
     let (mut rows, mut longest) = (0, 0);
     for sequence in sequences {
         table.first_rows.push(index(rows)?);
@@ -87,7 +88,7 @@ fn run<D: Device>(
     }
     index(rows)?;
     table.block_rows = index(longest)?;
-    let mut session = model.session(rows, longest)?;
+    let mut session = model.session(rows, longest, sequences.len())?;
     let mut drawn = model.device.draws(sequences.len())?;
 
     let mut step = Step { table, ..Step::default() };

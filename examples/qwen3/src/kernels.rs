@@ -93,6 +93,20 @@ pub mod attention {
     }
 }
 
+/// Launches of `delta_rule` of `delta_net.cuh`, whose blocks are those of sequences and value heads.
+pub mod delta_net {
+    /// Threads of a block: whole warps with a thread for each feature of a value, of which there are up to
+    /// [`THREADS`](super::THREADS).
+    pub fn threads(value_dim: usize) -> u32 {
+        u32::try_from(value_dim.next_multiple_of(32)).unwrap_or(u32::MAX)
+    }
+
+    /// Dynamic shared memory of a block: the state of a value head, a query, a key, and a result.
+    pub fn shared_bytes(key_dim: usize, value_dim: usize) -> usize {
+        (key_dim * value_dim + 2 * key_dim + value_dim) * size_of::<f32>()
+    }
+}
+
 /// Launches of `draw` of `sampling.cuh`.
 pub mod sampling {
     /// Threads of a block: `kDrawThreads`.

@@ -1,5 +1,5 @@
-//! The reference forward of aril, on the CPU and on the GPU: a Qwen3, dense or with experts, that serves many LoRA
-//! adapters in one batch.
+//! The reference forward of aril, on the CPU and on the GPU: a Qwen3, dense or with experts, or a Qwen3.5 with experts,
+//! that serves many LoRA adapters in one batch.
 //!
 //! Start with [`forward`], which has the multi-LoRA calls. `aril-engine` runs on it, and so does the program [`main`],
 //! whose manual is README.md.

@@ -12,8 +12,8 @@ use aril::{
 
 use crate::{
     checkpoint::{Block, ExpertsProjection, Weights},
-    config::{Config, Heads, Moe},
-    device::Device,
+    config::{Config, DeltaHeads, Heads, Moe},
+    device::{DeltaNet, Device, HeadNorms, Norm},
     error::{Context, Result, bail},
     experts::GroupedGemm,
     group::Rank,
@@ -41,8 +41,8 @@ pub struct Model<'d, D: Device> {
     pub(crate) embed_lora: D::LoraEmbedding,
     /// The decoder layers.
     pub layers: Vec<Layer<D>>,
-    /// The weight of the last norm, `[1, hidden]`.
-    pub norm: D::Tensor,
+    /// The last norm.
+    pub norm: Norm<D>,
     /// Absent if it is tied to the embedding. Its adapters and those of the embedding are separate in either case.
     pub head: Option<D::Weight>,
     pub(crate) head_id: LinearId,
@@ -55,16 +55,24 @@ pub struct Model<'d, D: Device> {
 
 /// A layer of the base model, with its operations for adapters.
 pub struct Layer<D: Device> {
-    pub(crate) input_norm: D::Tensor,
-    pub(crate) qkv: Linear<D>,
-    /// The weight of the norm of each query head, `[1, dim]`.
-    pub q_norm: D::Tensor,
-    /// The weight of the norm of each key head, `[1, dim]`.
-    pub k_norm: D::Tensor,
-    pub(crate) o: Linear<D>,
-    pub(crate) post_norm: D::Tensor,
+    pub(crate) input_norm: Norm<D>,
+    /// The projections in front of the mixer, fused.
+    pub(crate) input: Linear<D>,
+    /// What lets a token see those in front of it.
+    pub mixer: Mixer<D>,
+    /// The projection behind it.
+    pub(crate) output: Linear<D>,
+    pub(crate) post_norm: Norm<D>,
     /// Behind the second norm.
     pub mlp: Mlp<D>,
+}
+
+/// What lets a token see those in front of it.
+pub enum Mixer<D: Device> {
+    /// Attention, whose projections are q, k and v.
+    Attention(HeadNorms<D>),
+    /// A gated delta net, whose projections are q, k and v in one, z, b and a.
+    DeltaNet(DeltaNet<D>),
 }
 
 /// A linear layer of the base model, and its operations for adapters.
@@ -87,14 +95,41 @@ impl<D: Device> Linear<D> {
 /// The MLP of a layer.
 pub enum Mlp<D: Device> {
     /// One for all tokens.
-    Dense {
-        /// The projections before the activation, fused.
-        gate_up: Linear<D>,
-        /// The projection after it.
-        down: Linear<D>,
-    },
+    Dense(Dense<D>),
     /// Experts, of which a router chooses some for each token.
     Sparse(Experts<D>),
+}
+
+/// A dense MLP.
+pub struct Dense<D: Device> {
+    /// The projections before the activation, fused.
+    pub gate_up: Linear<D>,
+    /// The projection after it.
+    pub down: Linear<D>,
+}
+
+/// The expert that all tokens share.
+pub struct Shared<D: Device> {
+    pub(crate) mlp: Dense<D>,
+    /// Has one output, which gates the expert's. Every rank has all of it.
+    pub(crate) gate: Linear<D>,
+}
+
+impl<D: Device> Mlp<D> {
+    /// The MLP that all tokens go through.
+    pub(crate) fn dense(&self) -> Option<&Dense<D>> {
+        match self {
+            Self::Dense(dense) => Some(dense),
+            Self::Sparse(experts) => experts.shared.as_ref().map(|shared| &shared.mlp),
+        }
+    }
+
+    fn dense_mut(&mut self) -> Option<&mut Dense<D>> {
+        match self {
+            Self::Dense(dense) => Some(dense),
+            Self::Sparse(experts) => experts.shared.as_mut().map(|shared| &mut shared.mlp),
+        }
+    }
 }
 
 /// The experts of a layer of the base model, and their operations for adapters.
@@ -112,6 +147,8 @@ pub struct Experts<D: Device> {
     pub down: Box<dyn GroupedGemm<D>>,
     /// Their operations for adapters.
     pub lora: D::LoraExperts,
+    /// Whose output is added to theirs.
+    pub(crate) shared: Option<Shared<D>>,
 }
 
 impl<'d, D: Device> Model<'d, D> {
@@ -136,7 +173,7 @@ impl<'d, D: Device> Model<'d, D> {
         let (experts, top_k) = experts.map_or((1, 1), |site| (site.held().len(), site.top_k()));
         let routes = RouteCapacity::tokens(tokens).top_k(top_k).experts(experts);
 
-        let Config { vocab, hidden, heads, .. } = *config;
+        let Config { vocab, hidden, .. } = *config;
         let whole = [vocab, hidden];
         // The embedding and the head have the same rows, and zeros below the last one of the vocabulary.
         let (site, of_vocab) = (&model[sites.head], Block::of_outputs(&model[sites.head], 0));
@@ -148,7 +185,7 @@ impl<'d, D: Device> Model<'d, D> {
         let mut builder = Builder { device, config, model, adapters: &table, weights: &mut weights };
         let layers = sites.layers.iter().enumerate().map(|(layer, sites)| builder.layer(layer, sites));
         let layers = layers.collect::<Result<_>>()?;
-        let norm = device.tensor(1, hidden, &weights.norm("model.norm", hidden)?)?;
+        let norm = builder.norm("model.norm".into(), hidden)?;
         let head = if !config.tied {
             Some(weights.module(HEAD, whole, &of_vocab)?)
         } else if weights.adapts(EMBED) || weights.adapts(HEAD) {
@@ -166,7 +203,7 @@ impl<'d, D: Device> Model<'d, D> {
         Ok(Self {
             device,
             config: config.clone(),
-            heads: local_heads(&model[sites.layers[0].qkv], heads),
+            heads: local_heads(config, model, &sites.layers),
             first_token: u32::try_from(model[sites.embed].range().start)?,
             routes,
             embed,
@@ -188,12 +225,10 @@ impl<'d, D: Device> Model<'d, D> {
     /// If the device has no memory for it.
     pub fn stacked(self, bounds: (usize, usize)) -> Result<Self> {
         let Self { device, adapters, mut layers, .. } = self;
-        let linears = layers.iter_mut().flat_map(|Layer { qkv, o, mlp, .. }| {
-            let of_mlp = match mlp {
-                Mlp::Dense { gate_up, down } => vec![gate_up, down],
-                Mlp::Sparse(_) => Vec::new(),
-            };
-            [qkv, o].into_iter().chain(of_mlp).map(|Linear { base, id, lora }| (base, *id, &*lora))
+        let linears = layers.iter_mut().flat_map(|Layer { input, output, mlp, .. }| {
+            let of_mlp = mlp.dense_mut().map(|Dense { gate_up, down }| [gate_up, down]);
+            let linears = [input, output].into_iter().chain(of_mlp.into_iter().flatten());
+            linears.map(|Linear { base, id, lora }| (base, *id, &*lora))
         });
         let stack = device.stack(&adapters, bounds, linears)?.map(RefCell::new);
         Ok(Self { device, adapters, layers, stack, ..self })
@@ -204,7 +239,7 @@ impl<D: Device> Model<'_, D> {
     /// The routers, as the library has them.
     pub fn routers(&self) -> impl Iterator<Item = LinearId> {
         self.layers.iter().filter_map(|layer| match &layer.mlp {
-            Mlp::Dense { .. } => None,
+            Mlp::Dense(_) => None,
             Mlp::Sparse(experts) => Some(experts.router.id),
         })
     }
@@ -266,28 +301,56 @@ struct Builder<'a, 'w, D: Device> {
 impl<D: Device> Builder<'_, '_, D> {
     fn layer(&mut self, layer: usize, sites: &LayerSites) -> Result<Layer<D>> {
         let Config { hidden, heads, .. } = *self.config;
-        let (query, kv) = (heads.query_features(), heads.kv_features());
         let path = format!("model.layers.{layer}");
-        let attention = format!("{path}.self_attn");
+        let (inputs, outputs, mixer) = match self.config.delta_net_in(layer) {
+            None => {
+                let attention = format!("{path}.self_attn");
+                let [q, k] = ["q_norm", "k_norm"].map(|norm| self.norm(format!("{attention}.{norm}"), heads.dim));
+                let kv = heads.kv_features();
+                let inputs = vec![heads.projected_features(), kv, kv];
+                (inputs, heads.query_features(), Mixer::Attention(HeadNorms { q: q?, k: k? }))
+            }
+            Some(heads) => {
+                let inputs = vec![heads.convolved_features(), heads.value_features(), heads.value, heads.value];
+                let net = self.delta_net(&format!("{path}.linear_attn"), heads, &self.model[sites.input])?;
+                (inputs, heads.value_features(), Mixer::DeltaNet(net))
+            }
+        };
         Ok(Layer {
             input_norm: self.norm(format!("{path}.input_layernorm"), hidden)?,
-            qkv: self.linear(hidden, &[query, kv, kv], sites.qkv)?,
-            q_norm: self.norm(format!("{attention}.q_norm"), heads.dim)?,
-            k_norm: self.norm(format!("{attention}.k_norm"), heads.dim)?,
-            o: self.linear(query, &[hidden], sites.o)?,
+            input: self.linear(hidden, &inputs, sites.input)?,
+            mixer,
+            output: self.linear(outputs, &[hidden], sites.output)?,
             post_norm: self.norm(format!("{path}.post_attention_layernorm"), hidden)?,
             mlp: self.mlp(&format!("{path}.mlp"), &sites.mlp)?,
         })
     }
 
+    /// The weights of a gated delta net beside its projections, for the heads that its rank has of these.
+    fn delta_net(&mut self, path: &str, heads: DeltaHeads, input: &LinearSite) -> Result<DeltaNet<D>> {
+        let (qkv, of_heads) = (input.slices()[0].ranges(), input.slices()[3].ranges());
+        let shape = [heads.convolved_features(), 1, heads.taps];
+        let block = Block { rows: qkv.to_vec(), cols: 0..heads.taps };
+        let taps = self.weights.tensor(&format!("{path}.conv1d.weight"), &shape, &block)?;
+        let block = Block { rows: Block::whole(&[heads.value]).rows, cols: of_heads[0].clone() };
+        let local = block.cols.len();
+        let mut of_heads = |name: &str| {
+            let values = self.weights.tensor(&format!("{path}.{name}"), &[heads.value], &block)?;
+            self.device.tensor(1, local, &values)
+        };
+        let (a_log, dt_bias) = (of_heads("A_log")?, of_heads("dt_bias")?);
+        let weight = self.weights.norm(&format!("{path}.norm"), heads.value_dim)?;
+        let weight = self.device.tensor(1, heads.value_dim, &weight)?;
+        let heads = DeltaHeads { key: heads.key * local / heads.value, value: local, ..heads };
+        let taps = self.device.tensor(heads.convolved_features(), heads.taps, &taps)?;
+        Ok(DeltaNet { heads, taps, a_log, dt_bias, norm: Norm { weight, offset: 0.0, eps: self.config.eps } })
+    }
+
     fn mlp(&mut self, path: &str, sites: &MlpSites) -> Result<Mlp<D>> {
-        let Config { hidden, intermediate, .. } = *self.config;
+        let Config { hidden, .. } = *self.config;
         match *sites {
-            MlpSites::Dense { gate_up, down } => Ok(Mlp::Dense {
-                gate_up: self.linear(hidden, &[intermediate, intermediate], gate_up)?,
-                down: self.linear(intermediate, &[hidden], down)?,
-            }),
-            MlpSites::Sparse { ref moe, router, experts } => Ok(Mlp::Sparse(Experts {
+            MlpSites::Dense(dense) => Ok(Mlp::Dense(self.dense(dense)?)),
+            MlpSites::Sparse { ref moe, router, experts, shared } => Ok(Mlp::Sparse(Experts {
                 router: self.linear(hidden, &[moe.experts], router)?,
                 top_k: moe.top_k,
                 normalized: moe.normalized,
@@ -295,8 +358,20 @@ impl<D: Device> Builder<'_, '_, D> {
                 gate_up: self.experts(path, ExpertsProjection::GATE_UP, [moe.intermediate, hidden], experts)?,
                 down: self.experts(path, ExpertsProjection::DOWN, [hidden, moe.intermediate], experts)?,
                 lora: self.device.lora_experts(self.adapters, experts)?,
+                shared: match shared {
+                    Some((mlp, gate)) => Some(Shared { mlp: self.dense(mlp)?, gate: self.linear(hidden, &[1], gate)? }),
+                    None => None,
+                },
             })),
         }
+    }
+
+    fn dense(&mut self, DenseSites { gate_up, down }: DenseSites) -> Result<Dense<D>> {
+        let Config { hidden, intermediate, .. } = *self.config;
+        Ok(Dense {
+            gate_up: self.linear(hidden, &[intermediate, intermediate], gate_up)?,
+            down: self.linear(intermediate, &[hidden], down)?,
+        })
     }
 
     fn experts(
@@ -322,8 +397,9 @@ impl<D: Device> Builder<'_, '_, D> {
         Ok(Linear { id, base, lora: self.device.lora_linear(self.adapters, id)? })
     }
 
-    fn norm(&mut self, path: String, len: usize) -> Result<D::Tensor> {
-        self.device.tensor(1, len, &self.weights.norm(&path, len)?)
+    fn norm(&mut self, path: String, len: usize) -> Result<Norm<D>> {
+        let weight = self.device.tensor(1, len, &self.weights.norm(&path, len)?)?;
+        Ok(Norm { weight, offset: if self.config.hybrid.is_some() { 1.0 } else { 0.0 }, eps: self.config.eps })
     }
 }
 
@@ -340,10 +416,17 @@ pub fn held(site: &ExpertsSite) -> Range<usize> {
     first..first + site.held().len()
 }
 
-/// The heads of q, k and v on the rank of a layer.
-fn local_heads(qkv: &LinearSite, Heads { dim, .. }: Heads) -> Heads {
-    let heads = |slice: usize| qkv.slices()[slice].out_features() / dim;
-    Heads { query: heads(0), kv: heads(1), dim }
+/// The heads of q, k and v on this rank.
+fn local_heads(config: &Config, model: &model::Model, layers: &[LayerSites]) -> Heads {
+    let attention = (0..config.layers).find(|&layer| config.delta_net_in(layer).is_none());
+    let Some(layer) = attention else { return config.heads };
+    let [query, kv, ..] = model[layers[layer].input].slices() else { return config.heads };
+    let one = Heads { query: 1, kv: 1, ..config.heads };
+    Heads {
+        query: query.out_features() / one.projected_features(),
+        kv: kv.out_features() / one.kv_features(),
+        ..config.heads
+    }
 }
 
 const EMBED: &str = "model.embed_tokens";
@@ -367,15 +450,30 @@ struct Sites {
 
 #[derive(Debug)]
 struct LayerSites {
-    qkv: LinearId,
-    o: LinearId,
+    input: LinearId,
+    output: LinearId,
     mlp: MlpSites,
 }
 
 #[derive(Debug)]
 enum MlpSites {
-    Dense { gate_up: LinearId, down: LinearId },
-    Sparse { moe: Moe, router: LinearId, experts: ExpertsId },
+    Dense(DenseSites),
+    Sparse { moe: Moe, router: LinearId, experts: ExpertsId, shared: Option<(DenseSites, LinearId)> },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct DenseSites {
+    gate_up: LinearId,
+    down: LinearId,
+}
+
+impl DenseSites {
+    fn describe(spec: &mut ModelSpec, path: &str, Config { hidden, intermediate, .. }: &Config) -> Result<Self> {
+        let gate_up = model::Linear::new(path, Parallel::Column, *hidden);
+        let gate_up = gate_up.slice("gate_proj", *intermediate).slice("up_proj", *intermediate);
+        let down = model::Linear::new(path, Parallel::Row, *intermediate).slice("down_proj", *hidden);
+        Ok(Self { gate_up: spec.linear(gate_up)?, down: spec.linear(down)? })
+    }
 }
 
 /// A rank, and how the ranks of its group split the model.
@@ -402,36 +500,54 @@ impl From<TpRank> for Split {
 ///
 /// If the ranks cannot share the model's features or experts evenly.
 pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
-    use aril::model::{Experts, Linear};
+    use aril::model::{Experts, Linear, Part};
 
     let Split { tp, expert_parallel, fully_sharded } = split.into();
 
-    let Config { vocab, hidden, intermediate, heads, .. } = *config;
+    let Config { vocab, hidden, heads, .. } = *config;
     let mut spec = ModelSpec::new();
     let padded = vocab.next_multiple_of(tp.size());
     let embed = spec.vocab_parallel_embedding(EMBED, vocab, padded, hidden)?;
     let mut layers = Vec::with_capacity(config.layers);
     for layer in 0..config.layers {
-        let attention = format!("model.layers.{layer}.self_attn");
         let mlp = format!("model.layers.{layer}.mlp");
-        let qkv = Linear::new(&attention, Parallel::Column, hidden)
-            .heads("q_proj", heads.query, heads.dim)
-            .kv_heads("k_proj", heads.kv, heads.dim)
-            .kv_heads("v_proj", heads.kv, heads.dim);
-        let o = Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden);
-        let (qkv, o) = (spec.linear(qkv)?, spec.linear(o)?);
+        let (input, output) = match config.delta_net_in(layer) {
+            None => {
+                let attention = format!("model.layers.{layer}.self_attn");
+                let input = Linear::new(&attention, Parallel::Column, hidden)
+                    .heads("q_proj", heads.query, heads.projected_features() / heads.query)
+                    .kv_heads("k_proj", heads.kv, heads.dim)
+                    .kv_heads("v_proj", heads.kv, heads.dim);
+                (input, Linear::new(&attention, Parallel::Row, heads.query_features()).slice("o_proj", hidden))
+            }
+            Some(heads) => {
+                let net = format!("model.layers.{layer}.linear_attn");
+                let (keys, values) = (Part::heads(heads.key, heads.key_dim), Part::heads(heads.value, heads.value_dim));
+                let input = Linear::new(&net, Parallel::Column, hidden)
+                    .merged("in_proj_qkv", [keys, keys, values])
+                    .merged("in_proj_z", [values])
+                    .heads("in_proj_b", heads.value, 1)
+                    .heads("in_proj_a", heads.value, 1);
+                (input, Linear::new(&net, Parallel::Row, heads.value_features()).slice("out_proj", hidden))
+            }
+        };
+        let (input, output) = (spec.linear(input)?, spec.linear(output)?);
         let mlp = if let Some(moe) = config.experts_in(layer) {
             let router = Linear::new(&mlp, Parallel::Replicated, hidden).slice("gate", moe.experts);
             let experts = Experts::new(format!("{mlp}.experts"), moe.experts, hidden, moe.intermediate);
             let (router, experts) = (spec.linear(router)?, spec.experts(experts.top_k(moe.top_k))?);
-            MlpSites::Sparse { moe: moe.clone(), router, experts }
+            let shared = if config.hybrid.is_some() {
+                let dense = DenseSites::describe(&mut spec, &format!("{mlp}.shared_expert"), config)?;
+                let gate = Linear::new(&mlp, Parallel::Replicated, hidden).slice("shared_expert_gate", 1);
+                Some((dense, spec.linear(gate)?))
+            } else {
+                None
+            };
+            MlpSites::Sparse { moe: moe.clone(), router, experts, shared }
         } else {
-            let gate_up = Linear::new(&mlp, Parallel::Column, hidden);
-            let gate_up = gate_up.slice("gate_proj", intermediate).slice("up_proj", intermediate);
-            let down = Linear::new(&mlp, Parallel::Row, intermediate).slice("down_proj", hidden);
-            MlpSites::Dense { gate_up: spec.linear(gate_up)?, down: spec.linear(down)? }
+            MlpSites::Dense(DenseSites::describe(&mut spec, &mlp, config)?)
         };
-        layers.push(LayerSites { qkv, o, mlp });
+        layers.push(LayerSites { input, output, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
     let mut shard = if fully_sharded { Shard::new(tp).fully_sharded() } else { Shard::new(tp) };

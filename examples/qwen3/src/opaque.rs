@@ -3,9 +3,9 @@
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, Cuda};
 use crate::{
-    device::{Cache, Device, HeadNorms, Places, Rope, Slots},
-    forward::{Inputs, Lora, Session, Stacked, State},
-    model::{Experts, Layer, Linear, Mlp, Model},
+    device::{Cache, DeltaNet, Device, HeadNorms, Norm, Places, Rope, Slots},
+    forward::{Inputs, Kept, Lora, Session, Stacked, State},
+    model::{Dense, Experts, Layer, Linear, Mixer, Mlp, Model, Shared},
 };
 
 /// Implements `Debug` of types by their names alone.
@@ -23,7 +23,9 @@ macro_rules! opaque {
 opaque! {
     [D: Device] Cache<D>;
     [D: Device] Places<D>;
-    [D: Device] HeadNorms<'_, D>;
+    [D: Device] HeadNorms<D>;
+    [D: Device] Norm<D>;
+    [D: Device] DeltaNet<D>;
     [D: Device] Rope<D>;
     [D: Device] Slots<'_, D>;
     [D: Device] Inputs<D>;
@@ -31,10 +33,14 @@ opaque! {
     [D: Device] Stacked<'_, D>;
     ['m, D: Device + 'm] Session<'m, D>;
     ['m, D: Device + 'm] State<'m, D>;
+    ['m, D: Device + 'm] Kept<'m, D>;
     [D: Device] Model<'_, D>;
     [D: Device] Layer<D>;
     [D: Device] Linear<D>;
+    [D: Device] Mixer<D>;
     [D: Device] Mlp<D>;
+    [D: Device] Dense<D>;
+    [D: Device] Shared<D>;
     [D: Device] Experts<D>;
 }
 

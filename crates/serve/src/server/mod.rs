@@ -410,7 +410,7 @@ fn sizes(options: &Options, config: &Config, dtype: DType) -> Result<Sizes> {
     let elem_bytes = if dtype == DType::F32 { 4 } else { 2 };
     // Ranks beyond the heads have copies of them.
     let heads = Heads { kv: config.heads.kv.div_ceil(options.tp), ..config.heads };
-    let block_bytes = 2 * config.layers * heads.kv_features() * elem_bytes * block_size;
+    let block_bytes = 2 * config.attention_layers() * heads.kv_features() * elem_bytes * block_size;
     let blocks = (kv_cache_mib << 20) / block_bytes;
     let room = blocks * block_size;
     let max_positions = options.max_model_len.unwrap_or(config.max_positions.min(room));

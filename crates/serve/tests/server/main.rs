@@ -5,6 +5,7 @@ mod api;
 mod client;
 mod faults;
 mod fields;
+mod hybrid;
 mod lora;
 mod process;
 mod ranks;

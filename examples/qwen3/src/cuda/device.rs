@@ -16,10 +16,10 @@ use aril::{
 };
 use cudarc::driver::{DeviceRepr, result::memset_d8_async};
 
-use super::{Buffers, Cuda, Draws, Grouped, Matrix, Routes, experts, launch::launch, matrix::MemoryFor as _};
+use super::{Buffers, Cuda, Draws, Grouped, Matrix, Routes, States, experts, launch::launch, matrix::MemoryFor as _};
 use crate::{
-    config::Heads,
-    device::{Cache, Device, Draw, HeadNorms, Places, Rope, Slots},
+    config::{DeltaHeads, Heads},
+    device::{Cache, DeltaNet, Device, Draw, HeadNorms, Norm, Places, Rope, Slots},
     error::{Error, Result, bail},
     experts::{ExpertWeights, ExpertsShape, GroupedGemm},
     forward::Stacked,
@@ -122,17 +122,14 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type Indices = Matrix<i32>;
     type Routes = Routes;
     type Draws = Draws;
+    type States = States<T>;
 
     fn tensor(&self, rows: usize, cols: usize, values: &[T]) -> Result<Matrix<T>> {
         self.upload(rows, cols, values)
     }
 
     fn zeros(&self, rows: usize, cols: usize) -> Result<Matrix<T>> {
-        let zeros = self.matrix(rows, cols, self.slice::<T>(rows, cols)?)?;
-        let (bytes, stream) = (zeros.len() * size_of::<T>(), self.queue.stream());
-        // SAFETY: the memory has this many bytes and is used on this stream only. Zeros are a valid value.
-        unsafe { memset_d8_async(zeros.address, 0, bytes, stream.cu_stream()) }?;
-        Ok(zeros)
+        self.zeroed(rows, cols)
     }
 
     fn weight(&self, rows: usize, cols: usize, parts: &[Cow<'_, [T]>]) -> Result<Matrix<T>> {
@@ -151,6 +148,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn indices(&self, values: &[u32]) -> Result<Matrix<i32>> {
         self.upload(values.len(), 1, bytemuck::cast_slice(values))
+    }
+
+    fn states(&self, sequences: usize, heads: DeltaHeads) -> Result<States<T>> {
+        States::new(self, sequences, heads)
     }
 
     type Adapters = WeightTable;
@@ -469,28 +470,54 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         self.product(x, weight, stacked.has_rows())
     }
 
-    fn rms_norm(&self, x: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
-        self.normalize(x, None, weight, eps)
+    fn rms_norm(&self, x: &Matrix<T>, norm: &Norm<Self>) -> Result<Matrix<T>> {
+        self.normalize(x, None, norm)
     }
 
-    fn add_rms_norm(&self, x: &mut Matrix<T>, y: &Matrix<T>, weight: &Matrix<T>, eps: f32) -> Result<Matrix<T>> {
-        self.normalize(x, Some(y), weight, eps)
+    fn add_rms_norm(&self, x: &mut Matrix<T>, y: &Matrix<T>, norm: &Norm<Self>) -> Result<Matrix<T>> {
+        self.normalize(x, Some(y), norm)
+    }
+
+    fn without_gates(&self, qkv: &Matrix<T>, heads: Heads) -> Result<Matrix<T>> {
+        let out = self.alloc(qkv.rows, heads.query_features() + 2 * heads.kv_features())?;
+        let mut kernel = self.kernel(&self.functions.delta_net.without_gates);
+        kernel.arg(&qkv.address).arg(&out.address).arg(&qkv.stride).arg(&heads.query).arg(&heads.kv).arg(&heads.dim);
+        launch(kernel, out.rows, out.cols.div_ceil(THREADS as usize))?;
+        Ok(out)
+    }
+
+    fn gate(&self, x: &mut Matrix<T>, gates: &Matrix<T>, heads: Option<Heads>) -> Result<()> {
+        let dim = heads.map_or(0, |heads| heads.dim);
+        let mut kernel = self.kernel(&self.functions.delta_net.gate);
+        kernel.arg(&x.address).arg(&gates.address).arg(&x.cols).arg(&x.stride).arg(&gates.stride).arg(&dim);
+        launch(kernel, x.rows, x.cols.div_ceil(THREADS as usize))
+    }
+
+    fn delta_net(
+        &self,
+        x: &Matrix<T>,
+        net: &DeltaNet<Self>,
+        places: &Places<Self>,
+        states: &mut States<T>,
+    ) -> Result<Matrix<T>> {
+        states.run(self, x, net, places)
     }
 
     fn rotate_and_append(
         &self,
         qkv: &mut Matrix<T>,
         heads: Heads,
-        norms: HeadNorms<'_, Self>,
+        HeadNorms { q, k }: &HeadNorms<Self>,
         rope: &Rope<Self>,
         places: &Places<Self>,
         cache: &mut Cache<Self>,
     ) -> Result<()> {
         let mut kernel = self.consumer(&self.functions.rotate_and_append);
-        kernel.arg(&qkv.address).arg(&norms.q.address).arg(&norms.k.address);
+        kernel.arg(&qkv.address).arg(&q.weight.address).arg(&k.weight.address);
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
         kernel.arg(&cache.keys.address).arg(&cache.values.address).arg(&qkv.stride);
-        kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&norms.eps);
+        // Both norms have the same constants.
+        kernel.arg(&heads.query).arg(&heads.kv).arg(&heads.dim).arg(&rope.cos.cols).arg(&q.eps).arg(&q.offset);
         launch(kernel, qkv.rows, (heads.query + 2 * heads.kv).div_ceil(HEADS))?;
         self.lets_next_start.set(true);
         Ok(())

@@ -7,10 +7,12 @@ use cudarc::driver::{CudaFunction, CudaModule, DeviceRepr, DriverError, sys::CUf
 
 use super::{
     Cuda, Draws, Matrix, Routes,
+    delta_net::DeltaNetFunctions,
     experts::{GroupedGemms, Tiled},
     launch::launch,
 };
 use crate::{
+    device::Norm,
     error::Result,
     forward::Inputs,
     kernels::{THREADS, grouped_gemm, parts},
@@ -34,6 +36,7 @@ pub(super) struct Functions {
     pub(super) grouped_gemm: GroupedGemms,
     pub(super) grouped_gemm_int4: Tiled,
     pub(super) combine: CudaFunction,
+    pub(super) delta_net: DeltaNetFunctions,
 }
 
 impl Functions {
@@ -55,6 +58,7 @@ impl Functions {
             grouped_gemm: GroupedGemms::load(dtype, module)?,
             grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
+            delta_net: DeltaNetFunctions::load(dtype, module)?,
         })
     }
 }
@@ -88,7 +92,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         let drawn = last.map_or(0, Draws::address);
         let mut kernel = self.kernel(&self.functions.set_inputs);
         kernel.arg(&staged).arg(&drawn).arg(&ids.address).arg(&places.positions.address).arg(&places.rows.address);
-        kernel.arg(&places.table.first_rows.address).arg(&tokens).arg(&changes);
+        kernel.arg(&places.table.states.address).arg(&places.table.first_rows.address).arg(&tokens).arg(&changes);
         launch(kernel, tokens.max(changes).div_ceil(THREADS as usize), 1)
     }
 
@@ -115,13 +119,13 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         &self,
         x: &Matrix<T>,
         y: Option<&Matrix<T>>,
-        weight: &Matrix<T>,
-        eps: f32,
+        Norm { weight, offset, eps }: &Norm<Self>,
     ) -> Result<Matrix<T>> {
         let out = self.alloc(x.rows, x.cols)?;
         let (of_y, stride) = y.map_or((0, x.cols), |y| (y.address, y.stride));
         let mut kernel = self.consumer(&self.functions.add_rms_norm);
-        kernel.arg(&x.address).arg(&of_y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&stride).arg(&eps);
+        kernel.arg(&x.address).arg(&of_y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&stride);
+        kernel.arg(eps).arg(offset);
         launch(kernel, x.rows, 1)?;
         Ok(out)
     }

@@ -6,7 +6,7 @@ use aril::{
     Element,
     cuda::{self, Buffer, LaunchError},
 };
-use cudarc::driver::{CudaSlice, DeviceRepr};
+use cudarc::driver::{CudaSlice, DeviceRepr, result::memset_d8_async};
 
 use super::{Cuda, arena::Memory};
 use crate::error::{Error, Result};
@@ -90,6 +90,15 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         };
         let address = data.device_ptr();
         Ok(Matrix { rows, cols, stride: cols, stacked: 0, data, address })
+    }
+
+    /// A matrix of zeros, which keeps its memory.
+    pub(super) fn zeroed<V: DeviceRepr>(&self, rows: usize, cols: usize) -> Result<Matrix<V>> {
+        let zeros = self.matrix(rows, cols, self.slice::<V>(rows, cols)?)?;
+        let (bytes, stream) = (zeros.len() * size_of::<V>(), self.queue.stream());
+        // SAFETY: the memory has this many bytes and is used on this stream only. Zeros are a valid value.
+        unsafe { memset_d8_async(zeros.address, 0, bytes, stream.cu_stream()) }?;
+        Ok(zeros)
     }
 
     pub(super) fn upload<V: DeviceRepr>(&self, rows: usize, cols: usize, values: &[V]) -> Result<Matrix<V>> {

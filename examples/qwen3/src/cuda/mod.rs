@@ -16,6 +16,7 @@
 
 mod arena;
 mod attention;
+mod delta_net;
 mod device;
 mod draws;
 mod experts;
@@ -42,6 +43,7 @@ use cudarc::{
 
 use self::{arena::Arena, attention::Attention, functions::Functions, gemm::Gemm, matrix::MemoryFor as _, nccl::Nccl};
 pub use self::{
+    delta_net::States,
     device::{Fused, Linear},
     draws::Draws,
     experts::{Grouped, Routes},

@@ -4,7 +4,7 @@ use super::{
     files::{Files, edit},
     forms,
     goldens::{self, BATCHES, POOL, all_in, answers, models, requests, run, run_with},
-    moe,
+    hybrid, moe,
     process::fixture,
 };
 use serde_json::json;
@@ -25,6 +25,7 @@ tests! {
         moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
     groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
     experts_of_any_size_verify => moe::experts_are_those_of_the_cpu(DEVICE);
+    the_text_part_of_a_larger_model_is_the_same => hybrid::the_text_part_of_a_larger_model_is_the_same(DEVICE, 0.0);
     every_form_of_an_adapter_gives_the_same =>
         forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", 0.0), ("bf16", 0.0), ("f16", 0.0)], &[]);
 }
@@ -71,7 +72,7 @@ fn what_experts_weigh_need_not_be_normalized() {
 
 #[test]
 fn a_request_gets_from_a_pool_what_it_gets_from_a_table() {
-    for batch in ["mixed", "untied", "moe-int4"] {
+    for batch in ["mixed", "untied", "moe-int4", "hybrid"] {
         let (model, adapters) = models(batch);
         let pooled = run_with(DEVICE, model, &all_in(adapters), "f32", &requests(batch), &POOL);
         for (index, (pooled, answer)) in pooled.iter().zip(answers(DEVICE, batch, "f32").iter()).enumerate() {
@@ -82,7 +83,7 @@ fn a_request_gets_from_a_pool_what_it_gets_from_a_table() {
 
 #[test]
 fn a_request_gets_in_the_batch_what_it_gets_alone() {
-    for batch in ["mixed", "moe", "moe-int4"] {
+    for batch in ["mixed", "moe", "moe-int4", "hybrid"] {
         let (requests, (model, adapters)) = (requests(batch), models(batch));
         let together = answers(DEVICE, batch, "bf16");
         for (index, (request, answer)) in requests.iter().zip(together.iter()).enumerate().step_by(2) {

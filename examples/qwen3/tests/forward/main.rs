@@ -18,6 +18,7 @@ mod forms;
 mod goldens;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod hybrid;
 mod moe;
 mod mutations;
 mod process;

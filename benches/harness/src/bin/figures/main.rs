@@ -56,7 +56,7 @@ use aril_qwen3::{
     device::{BlockTable, Device as _, Slots},
     dummy,
     error::{Context as _, Error, Result, bail},
-    forward::{FUSED_TOKENS, Session, Step},
+    forward::{FUSED_TOKENS, Kept, Session, Step},
     group::Rank,
     model::{Described, Model, Split, describe},
     stderr::say,
@@ -322,6 +322,9 @@ fn measure_model(
     let name = dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let start = Instant::now();
     let config = Config::read(dir)?;
+    if config.hybrid.is_some() {
+        bail!("{name}: gated delta nets are not measured");
+    }
     let (expert_parallel, fully_sharded) = (arguments.ep, arguments.fully_sharded_loras);
     for (name, is_given) in [("--ep", expert_parallel), ("--shared-outer", arguments.shared_outer)] {
         if is_given && config.moe.is_none() {
@@ -384,7 +387,8 @@ fn measure_model(
     let sizes = || steps.iter().chain(&prefills).copied();
     let most_rows = sizes().map(|(batch, context)| rows(batch, context)).max().unwrap_or(BLOCK_ROWS);
     let longest = sizes().map(|(_, context)| context).max().unwrap_or(1);
-    let mut session = model.session(most_rows, longest)?;
+    let most = sizes().map(|(batch, _)| batch).max().unwrap_or(1);
+    let mut session = model.session(most_rows, longest, most)?;
     let mut adapters = Adapters { pool, arena_bytes, sources, ids: BTreeMap::new() };
     for (_, context) in prefills {
         measure_prefill(&model, &mut session, &mut adapters, (&name, context), record)?;
@@ -454,7 +458,8 @@ fn fill_caches(
 ) -> Result<()> {
     let stream = device.queue.stream().cu_stream();
     let numbers = &model.embed;
-    for cache in &session.state.caches {
+    for kept in &session.state.kept {
+        let Kept::Cache(_, cache) = kept else { continue };
         for values in [&cache.keys, &cache.values] {
             for first in (0..values.len()).step_by(numbers.len()) {
                 let bytes = numbers.len().min(values.len() - first) * size_of::<bf16>();
@@ -597,7 +602,7 @@ fn prefill(config: &Config, slots: &[Slot], len: usize) -> Result<Step> {
         ids: (0..slots.len() * len).map(|_| rng.random_range(0..vocab)).collect(),
         scales: vec![1.0; slots.len() * len],
         keeps_routers: true,
-        table: BlockTable { first_rows, columns, block_rows: u32::try_from(BLOCK_ROWS)? },
+        table: BlockTable { first_rows, columns, block_rows: u32::try_from(BLOCK_ROWS)?, states: vec![0; slots.len()] },
         ..Step::default()
     };
     for (sequence, &slot) in (0..).zip(slots) {
@@ -739,6 +744,7 @@ impl Timer<'_, '_> {
             columns,
             block_rows: u32::try_from(BLOCK_ROWS)?,
             spare_row: u32::try_from(batch * columns * BLOCK_ROWS)?,
+            spare_state: 0,
         };
         let mut operands = graph::Batch::new(self.device, batch, tables)?;
         let mut capture = |has_adapters, base| {
@@ -802,7 +808,12 @@ impl Timer<'_, '_> {
         Ok(Step {
             ids: (0..self.batch).map(|_| rng.random_range(0..vocab)).collect(),
             positions: vec![u32::try_from(self.context - 1)?; self.batch],
-            table: BlockTable { first_rows: first_rows.collect::<std::result::Result<_, _>>()?, columns, block_rows },
+            table: BlockTable {
+                first_rows: first_rows.collect::<std::result::Result<_, _>>()?,
+                columns,
+                block_rows,
+                states: vec![0; self.batch],
+            },
             ..Step::default()
         })
     }

@@ -7,7 +7,7 @@ use cudarc::driver::result;
 
 use super::device::Gpu;
 use crate::{
-    forms, goldens, moe,
+    forms, goldens, hybrid, moe,
     process::{fixture, qwen3},
 };
 
@@ -29,6 +29,7 @@ tests! {
         moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, goldens::F32_TOLERANCE);
     groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, goldens::F32_TOLERANCE);
     experts_are_those_of_the_cpu => moe::experts_are_those_of_the_cpu(DEVICE);
+    the_text_part_of_a_larger_model_is_the_same => hybrid::the_text_part_of_a_larger_model_is_the_same(DEVICE, 0.0);
     every_form_of_an_adapter_gives_the_same =>
         forms::every_form_of_an_adapter_gives_the_same(DEVICE, &[("f32", goldens::F32_TOLERANCE)], &[]);
 }
@@ -37,7 +38,11 @@ tests! {
 #[test]
 #[ignore = "needs a GPU"]
 fn base_requests_keep_every_bit_beside_adapters() {
-    let models = [("qwen3", "adapters/r8-all"), ("qwen3-moe", "adapters-moe/per-expert")];
+    let models = [
+        ("qwen3", "adapters/r8-all"),
+        ("qwen3-moe", "adapters-moe/per-expert"),
+        ("qwen3-hybrid", "adapters-hybrid/delta-net"),
+    ];
     for (model, adapter) in models {
         let [model, adapter] = [model, adapter].map(|path| fixture(path).display().to_string());
         let adapter = format!("adapter={adapter}");
