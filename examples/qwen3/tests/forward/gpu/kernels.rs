@@ -28,7 +28,7 @@ use super::{
 };
 
 /// An element type of 16 bits or `f32`.
-trait Float: Element + Pod + NoUninit + Debug {
+pub(super) trait Float: Element + Pod + NoUninit + Debug {
     /// The largest relative error of a rounding: half the distance from 1 to the next number.
     const UNIT: f64;
 }
@@ -45,28 +45,28 @@ impl Float for f32 {
     const UNIT: f64 = 1.0 / 16_777_216.0;
 }
 
-fn round<T: Float>(value: f32) -> f32 {
+pub(super) fn round<T: Float>(value: f32) -> f32 {
     T::from_f32(value).to_f32()
 }
 
-fn noise<T: Float>(rng: &mut StdRng, len: usize, limit: f32) -> Vec<T> {
+pub(super) fn noise<T: Float>(rng: &mut StdRng, len: usize, limit: f32) -> Vec<T> {
     (0..len).map(|_| T::from_f32(rng.random_range(-limit..limit))).collect()
 }
 
 /// A device with the kernels.
-struct Kernels {
-    gpu: Gpu,
+pub(super) struct Kernels {
+    pub(super) gpu: Gpu,
     module: Arc<CudaModule>,
 }
 
 impl Kernels {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let gpu = Gpu::new();
         let module = gpu.context.load_module(Ptx::from_binary(sizes::IMAGE.to_vec())).unwrap();
         Self { gpu, module }
     }
 
-    fn function(&self, name: &str, shared_bytes: usize) -> CudaFunction {
+    pub(super) fn function(&self, name: &str, shared_bytes: usize) -> CudaFunction {
         let function = self.module.load_function(name).unwrap();
         let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).unwrap();
@@ -74,7 +74,7 @@ impl Kernels {
     }
 
     /// Launches a kernel with the arguments that `push` adds.
-    fn launch<'a>(
+    pub(super) fn launch<'a>(
         &'a self,
         function: &'a CudaFunction,
         grid: (usize, usize),
@@ -128,7 +128,7 @@ impl Kernels {
     }
 }
 
-fn push_all<'a>(kernel: &mut LaunchArgs<'a>, addresses: &'a [u64]) {
+pub(super) fn push_all<'a>(kernel: &mut LaunchArgs<'a>, addresses: &'a [u64]) {
     for address in addresses {
         kernel.arg(address);
     }
@@ -396,7 +396,7 @@ fn attention_holds<T: Float>(seed: u64) {
     }
 }
 
-fn bytes<T: Pod>(values: &[T]) -> &[u8] {
+pub(super) fn bytes<T: Pod>(values: &[T]) -> &[u8] {
     bytemuck::cast_slice(values)
 }
 
@@ -482,7 +482,8 @@ fn rotation_and_attention_wait_for_what_is_in_front() {
         let threads = (sizes::THREADS, 0);
         kernels.launch_bits(&silu_mul, (tokens, parts), threads, &[address(&gate_up), 0, address(&qkv), cols], false);
         let inputs = [&qkv, &q_norm, &k_norm, &cos, &sin, &positions, &rows, &keys, &values].map(address);
-        let arguments = [&inputs[..], &[cols, query_heads, kv_heads, dim, EPS.to_bits().into()]].concat();
+        let of_rotation = [cols, query_heads, kv_heads, dim, dim / 2, EPS.to_bits().into(), 0];
+        let arguments = [&inputs[..], &of_rotation].concat();
         let heads = (query_heads + 2 * kv_heads) as usize;
         kernels.launch_bits(&rotate, (tokens, heads.div_ceil(sizes::HEADS)), threads, &arguments, starts_early);
         let scale = (1.0 / (DIM as f64).sqrt()) as f32;
@@ -504,7 +505,7 @@ fn rotation_and_attention_wait_for_what_is_in_front() {
 
 /// Asserts that two values rounded to `T` differ by no more than what another order of an f32 sum, before up to two
 /// roundings, explains.
-fn assert_near<T: Float>(got: &[T], expected: &[f32], what: &str) {
+pub(super) fn assert_near<T: Float>(got: &[T], expected: &[f32], what: &str) {
     assert_eq!(got.len(), expected.len());
     for (index, (got, &expected)) in got.iter().zip(expected).enumerate() {
         let difference = f64::from((got.to_f32() - expected).abs());
@@ -518,17 +519,23 @@ fn rms(row: &[f32], eps: f32) -> f32 {
     (1.0 / (squares / row.len() as f64 + f64::from(eps)).sqrt()) as f32
 }
 
-fn floats<T: Float>(values: &[T]) -> Vec<f32> {
+/// A value divided by the root mean square of its row, times its weight, to which `offset` is added.
+fn normalized<T: Float>(value: f32, weight: T, offset: f32) -> f32 {
+    let value = if offset == 0.0 { round::<T>(value) } else { value };
+    value * (weight.to_f32() + offset)
+}
+
+pub(super) fn floats<T: Float>(values: &[T]) -> Vec<f32> {
     values.iter().map(|value| value.to_f32()).collect()
 }
 
-const EPS: f32 = 1e-6;
+pub(super) const EPS: f32 = 1e-6;
 
 /// Elements behind each row of a matrix whose rows are apart.
-const GAP: usize = 24;
+pub(super) const GAP: usize = 24;
 
 /// The same rows, with NaN behind each.
-fn spread<T: Float>(values: &[T], cols: usize) -> Vec<T> {
+pub(super) fn spread<T: Float>(values: &[T], cols: usize) -> Vec<T> {
     values.chunks(cols).flat_map(|row| [row, &[T::from_f32(f32::NAN); GAP]].concat()).collect()
 }
 
@@ -542,14 +549,14 @@ fn rows_hold<T: Float>(seed: u64) {
         let parts = sizes::parts(cols * size_of::<T>());
         let weight_buffer = gpu.upload(&weight);
         let norm = kernels.function(&format!("add_rms_norm_{dtype}"), 0);
-        for has_y in [false, true] {
+        for (has_y, offset) in [(false, 0.0), (true, 0.0), (true, 1.0)] {
             let (x_buffer, y_buffer, out) =
                 (gpu.upload(&x), gpu.upload(&spread(&y, cols)), gpu.poisoned(rows * cols * size_of::<T>()));
             let y_address = if has_y { y_buffer.address() } else { 0 };
             let addresses = [x_buffer.address(), y_address, weight_buffer.address(), out.address()];
             kernels.launch(&norm, (rows, 1), sizes::THREADS, 0, |kernel| {
                 push_all(kernel, &addresses);
-                kernel.arg(&cols).arg(&stride).arg(&EPS);
+                kernel.arg(&cols).arg(&stride).arg(&EPS).arg(&offset);
             });
             let sums: Vec<T> = x_buffer.read();
             let added = |(x, y): (&T, &T)| T::from_f32(x.to_f32() + if has_y { y.to_f32() } else { 0.0 });
@@ -560,7 +567,7 @@ fn rows_hold<T: Float>(seed: u64) {
                     let scale = rms(row, EPS);
                     row.iter()
                         .zip(&weight)
-                        .map(move |(x, weight)| round::<T>(x * scale) * weight.to_f32())
+                        .map(move |(x, &weight)| normalized(x * scale, weight, offset))
                         .collect::<Vec<_>>()
                 })
                 .collect();
@@ -633,14 +640,24 @@ fn rotations_hold<T: Float>(seed: u64) {
     let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
     let function = kernels.function(&format!("rotate_and_append_{dtype}"), 0);
-    for (tokens, query_heads, kv_heads, dim) in [(1, 1, 1, 2), (3, 5, 1, 20), (9, 32, 8, 128), (4, 3, 3, 320)] {
-        let what = format!("{tokens} tokens, {query_heads} and {kv_heads} heads of {dim} in {dtype}");
+    for (tokens, query_heads, kv_heads, dim, angles, offset) in [
+        (1, 1, 1, 2, 1, 0.0),
+        (3, 5, 1, 20, 10, 0.0),
+        (9, 32, 8, 128, 64, 0.0),
+        (4, 3, 3, 320, 160, 0.0),
+        // A part of a head: in vectors, in several steps of a lane, and feature by feature.
+        (3, 2, 1, 64, 8, 1.0),
+        (5, 16, 2, 256, 32, 1.0),
+        (2, 3, 1, 320, 96, 1.0),
+        (4, 3, 2, 20, 3, 1.0),
+    ] {
+        let what = format!("{tokens} tokens, {query_heads} and {kv_heads} heads of {dim}, {angles} angles in {dtype}");
         let (positions, cache_rows) = (50, 64);
         let cols = (query_heads + 2 * kv_heads) * dim;
         let stride = cols + GAP;
         let qkv = noise::<T>(&mut rng, tokens * cols, 2.0);
         let [q_norm, k_norm] = [(); 2].map(|()| noise::<T>(&mut rng, dim, 2.0));
-        let [cos, sin] = [(); 2].map(|()| noise::<T>(&mut rng, positions * dim / 2, 1.0));
+        let [cos, sin] = [(); 2].map(|()| noise::<T>(&mut rng, positions * angles, 1.0));
         let at: Vec<i32> = (0..tokens).map(|_| rng.random_range(0..positions as i32)).collect();
         let mut rows: Vec<i32> = (0..cache_rows).collect();
         rows.shuffle(&mut rng);
@@ -653,12 +670,12 @@ fn rotations_hold<T: Float>(seed: u64) {
         let parts = (query_heads + 2 * kv_heads).div_ceil(sizes::HEADS);
         kernels.launch(&function, (tokens, parts), sizes::THREADS, 0, |kernel| {
             push_all(kernel, &addresses);
-            kernel.arg(&stride).arg(&query_heads).arg(&kv_heads).arg(&dim).arg(&EPS);
+            kernel.arg(&stride).arg(&query_heads).arg(&kv_heads).arg(&dim).arg(&angles).arg(&EPS).arg(&offset);
         });
         let (rotated, [keys, values]) = (inputs[0].read::<T>(), caches.map(|cache| cache.read::<T>()));
         for token in 0..tokens {
             let row = &qkv[token * cols..][..cols];
-            let angles = at[token] as usize * dim / 2;
+            let first_angle = at[token] as usize * angles;
             let to = rows[token] as usize * kv_heads * dim;
             for (head, x) in row.chunks_exact(dim).enumerate() {
                 let kv = |first| to + (head - first) * dim;
@@ -671,18 +688,19 @@ fn rotations_hold<T: Float>(seed: u64) {
                 let x = floats(x);
                 let scale = rms(&x, EPS);
                 let x: Vec<f32> =
-                    (x.iter().zip(norm)).map(|(x, norm)| round::<T>(round::<T>(x * scale) * norm.to_f32())).collect();
+                    (x.iter().zip(norm)).map(|(x, &norm)| round::<T>(normalized(x * scale, norm, offset))).collect();
                 let got =
                     if head < query_heads { &rotated[token * stride + head * dim..] } else { &keys[kv(query_heads)..] };
-                for pair in 0..dim / 2 {
-                    let (l, h) = (x[pair], x[pair + dim / 2]);
-                    let (c, s) = (cos[angles + pair].to_f32(), sin[angles + pair].to_f32());
+                assert_near(&got[2 * angles..dim], &x[2 * angles..], &format!("{what}, token {token}, head {head}"));
+                for pair in 0..angles {
+                    let (l, h) = (x[pair], x[pair + angles]);
+                    let (c, s) = (cos[first_angle + pair].to_f32(), sin[first_angle + pair].to_f32());
                     let expected = [
                         (round::<T>(l * c) - round::<T>(h * s), l * c, h * s),
                         (round::<T>(h * c) + round::<T>(l * s), h * c, l * s),
                     ];
                     for (half, (expected, a, b)) in expected.into_iter().enumerate() {
-                        let got = got[pair + half * dim / 2].to_f32();
+                        let got = got[pair + half * angles].to_f32();
                         // A norm of another rounding changes the products, which may cancel.
                         let bound = (6.0 * T::UNIT + 1e-5) * f64::from(a.abs() + b.abs()) + 1e-6;
                         let difference = f64::from((got - expected).abs());

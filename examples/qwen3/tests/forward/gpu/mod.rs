@@ -10,6 +10,7 @@
     reason = "a test fails by panicking, and its numbers are small"
 )]
 
+mod delta_net;
 mod device;
 mod goldens;
 mod kernels;
