@@ -44,6 +44,7 @@ pub(crate) struct Directory {
 #[derive(Debug)]
 pub(crate) struct Parsed {
     planned: Planned,
+    adapter: Arc<Adapter>,
     files: Arc<[Opened]>,
 }
 
@@ -69,8 +70,7 @@ impl Directory {
     /// The same directory, for another rank of the model.
     pub(crate) fn shard(&self, model: &Model) -> Result<(Self, Arc<Parsed>), AdapterError> {
         let own = self.parsed()?;
-        self.keep(&own);
-        let parsed = Parsed::plan(own.planned.adapter(), &own.files, model, self.dtype)?;
+        let parsed = Parsed::plan(own.adapter(), &own.files, model, self.dtype)?;
         let directory = Self { model: model.clone(), kept: Arc::default(), ..self.clone() };
         directory.keep(&parsed);
         Ok((directory, parsed))
@@ -80,19 +80,23 @@ impl Directory {
     /// meanwhile.
     pub(crate) fn read<R>(&self, read: impl FnOnce(&Planned) -> Result<R, LoadError>) -> Result<R, LoadError> {
         let parsed = self.parsed()?;
-        self.keep(&parsed);
         let read = read(&parsed.planned);
-        parsed.files.iter().try_for_each(Opened::check)?;
+        parsed.check()?;
         read
     }
 
-    /// The adapter of the files that were checked. Each of its weights is read when it is written.
-    fn parsed(&self) -> Result<Arc<Parsed>, AdapterError> {
+    /// The adapter of the files that were checked. Each of its weights is read when it is written. It stays for the next
+    /// read.
+    pub(crate) fn parsed(&self) -> Result<Arc<Parsed>, AdapterError> {
         let kept = lock(&self.kept).take();
         // What was changed gives the errors of any other damage.
-        if let Some(parsed) = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place)) {
-            return Ok(parsed);
-        }
+        let kept = kept.filter(|parsed| parsed.files.iter().all(Opened::is_in_place));
+        let parsed = kept.map_or_else(|| self.parse(), Ok)?;
+        self.keep(&parsed);
+        Ok(parsed)
+    }
+
+    fn parse(&self) -> Result<Arc<Parsed>, AdapterError> {
         let (adapter, files) = load(&self.path, &self.opener, self.orientation)?;
         match files.iter().find(|file| !self.files.contains(&file.stamp)) {
             Some(file) => Err(AdapterError::Changed { path: file.stamp.path.clone() }),
@@ -109,7 +113,7 @@ impl Directory {
         *lock(&self.kept) = Some(Arc::clone(parsed));
         let kept = Arc::downgrade(&self.kept);
         // Stacks are of many modules, and a rank may have few of an adapter's.
-        let modules = parsed.planned.adapter().modules().len().max(parsed.image().entries().len());
+        let modules = parsed.adapter().modules().len().max(parsed.image().entries().len());
         let mut recent = lock(&RECENT);
         recent.retain(|(other, _)| !other.ptr_eq(&kept) && other.strong_count() > 0);
         recent.push_back((kept, modules));
@@ -137,11 +141,21 @@ impl Parsed {
         let planned = Planned::new(Arc::clone(adapter), model, dtype);
         // The plan of experts reads some of their factors.
         files.iter().try_for_each(Opened::check)?;
-        Ok(Arc::new(Self { planned: planned?, files: Arc::clone(files) }))
+        Ok(Arc::new(Self { planned: planned?, adapter: Arc::clone(adapter), files: Arc::clone(files) }))
     }
 
     pub(crate) fn image(&self) -> &SlotImage<'_> {
         self.planned.image()
+    }
+
+    /// The adapter in the directory.
+    pub(crate) fn adapter(&self) -> &Arc<Adapter> {
+        &self.adapter
+    }
+
+    /// Rejects files that have been modified since they were opened.
+    pub(crate) fn check(&self) -> Result<(), AdapterError> {
+        self.files.iter().try_for_each(Opened::check)
     }
 }
 

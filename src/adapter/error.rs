@@ -7,6 +7,7 @@ use safetensors::SafeTensorError;
 use super::{
     escaped::Escaped,
     pattern::{MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK},
+    place::MAX_PARTS,
 };
 use crate::{DType, model::MAX_RANK};
 
@@ -444,7 +445,46 @@ pub enum AdapterError {
         /// How to resolve the ambiguity.
         remedy: &'static str,
     },
-    /// A weight is NaN or infinite, or rounds to an infinity.
+    // Combinations.
+    /// A combination has no adapters, or too many.
+    #[error("a combination of {parts} adapters is not supported: it must have 1 to {MAX_PARTS}")]
+    Parts {
+        /// Its adapters.
+        parts: usize,
+    },
+    /// A scale is NaN or infinite.
+    #[error("adapter {part} of a combination has the scale {scale}, but must have a finite one")]
+    PartScale {
+        /// Index of the adapter in the combination.
+        part: usize,
+        /// The scale.
+        scale: f32,
+    },
+    /// A scale times the scaling of a module is not a normal `f32`.
+    #[error(
+        "the scaling {scaling} of `{module}`, times the scale {scale} of its adapter, is not a normal f32",
+        module = Escaped(module)
+    )]
+    CombinedScaling {
+        /// Path of the module.
+        module: String,
+        /// Its scaling.
+        scaling: f32,
+        /// The adapter's scale.
+        scale: f32,
+    },
+    /// The ranks of a module are together too large.
+    #[error(
+        "the adapters of a combination have together rank {rank} for `{module}`, but must have at most {MAX_RANK}",
+        module = Escaped(module)
+    )]
+    CombinedRank {
+        /// Path of the module, as the first adapter that is too much spells it.
+        module: String,
+        /// The ranks of the adapters up to that one.
+        rank: usize,
+    },
+    /// A weight, in a combination times what its adapter is multiplied by, is NaN or infinite, or rounds to an infinity.
     #[error("{tensor} is {value} at {index:?}, which has no finite value in {dtype}")]
     Unrepresentable {
         /// The factor.

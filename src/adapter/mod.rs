@@ -4,7 +4,8 @@
 //! takes the bytes of such files, and [`Adapter::from_tensors`] takes tensors. Each reads `adapter_config.json` and the
 //! names and shapes of the tensors, and rejects by name whatever cannot be served exactly. [`Adapter::plan`] places the
 //! adapter in a [`Model`](crate::model::Model) and selects what this rank needs. [`SlotImage::write_to`] then reads
-//! each weight once. Training, merging and residency are out of scope.
+//! each weight once. [`SlotImage::combined`] makes one image of several adapters. Training, merging into base weights and
+//! residency are out of scope.
 //!
 //! ```no_run
 //! # use aril::{DType, adapter::{Adapter, AdapterError}, model::Model};
@@ -87,6 +88,7 @@ mod experts;
 mod files;
 mod fingerprint;
 mod image;
+mod joined;
 pub mod layout;
 mod module;
 mod names;
@@ -99,7 +101,10 @@ mod rectangle;
 mod tensor;
 
 pub use self::escaped::Escaped;
-pub(crate) use self::{directory::Directory, planned::Planned};
+pub(crate) use self::{
+    directory::{Directory, Parsed},
+    planned::Planned,
+};
 pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,
@@ -107,5 +112,6 @@ pub use self::{
     image::{ImageEntry, MIN_STAGING_BYTES, Piece, SharedEntry, SlotImage},
     module::{BaseWeight, Module, ModuleKind, Stack},
     open::Adapter,
+    place::MAX_PARTS,
     tensor::Tensor,
 };

@@ -1,11 +1,12 @@
 //! Places an adapter in a model: matches its factors to modules, and selects what one rank needs.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::collections::{BTreeMap, btree_map::Entry};
 
 use super::{
     error::AdapterError,
-    experts::{Layer, Source},
+    experts::{Joined, Layer, OfExperts, Source},
     image::{ImageEntry, SlotImage},
+    joined::{Factors, Pair},
     module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, InExperts},
     open::Adapter,
@@ -14,9 +15,12 @@ use super::{
     tensor::Stored,
 };
 use crate::{
-    DType,
-    model::{EmbeddingSite, ExpertsId, LinearSite, Model, SliceSite, Target},
+    DType, digest,
+    model::{EmbeddingSite, ExpertsId, LinearSite, Model, Rows, SliceSite, Target},
 };
+
+/// The most adapters of a combination.
+pub const MAX_PARTS: usize = 4;
 
 impl Adapter {
     /// Plans the adapter's image in a slot of `model`, with weights of type `dtype`.
@@ -28,28 +32,138 @@ impl Adapter {
     /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong
     /// shape, stacked experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
+        SlotImage::combined(&[(self, 1.0)], model, dtype)
+    }
+}
+
+impl<'a> SlotImage<'a> {
+    /// Plans the image of a *combination*: of up to [`MAX_PARTS`] adapters that apply together, each multiplied by a
+    /// scale of its own, as PEFT's `add_weighted_adapter` makes it with `combination_type="cat"`.
+    ///
+    /// The factors of each module are joined along the rank, in the order of the parts, so that every operation computes
+    /// the sum of the parts as it computes one adapter whose rank is the sum of theirs, and at its cost. Parts may have
+    /// different modules, ranks, element types and forms of experts. What experts share stays shared if all parts share
+    /// it. An adapter may be there twice.
+    ///
+    /// If the parts of a module have the same scale times scaling, it is the scaling of the image, and the factors are
+    /// kept. If not, the rows of A are multiplied by what is left of it beyond a common power of two, and rounded once,
+    /// to `dtype`.
+    ///
+    /// ```
+    /// # use aril::{DType, adapter::{Adapter, AdapterError, SlotImage}, model::Model};
+    /// # fn plan(model: &Model) -> Result<(), AdapterError> {
+    /// let (style, domain) = (Adapter::open("adapters/pirate")?, Adapter::open("adapters/legal")?);
+    /// let both = SlotImage::combined(&[(&style, 0.5), (&domain, 1.0)], model, DType::BF16)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// - Those of [`Adapter::plan`], for each part.
+    /// - [`AdapterError::Parts`] without a part, or for too many.
+    /// - [`AdapterError::PartScale`] if a scale is not finite, and [`AdapterError::CombinedScaling`] if its product with
+    ///   a scaling is not a normal `f32`.
+    /// - [`AdapterError::CombinedRank`] if the ranks of a module are together above
+    ///   [`MAX_RANK`](crate::model::MAX_RANK).
+    #[doc(alias = "add_weighted_adapter")]
+    pub fn combined(parts: &[(&'a Adapter, f32)], model: &Model, dtype: DType) -> Result<Self, AdapterError> {
+        if !(1..=MAX_PARTS).contains(&parts.len()) {
+            return Err(AdapterError::Parts { parts: parts.len() });
+        }
+        if let Some((part, &(_, scale))) = parts.iter().enumerate().find(|(_, (_, scale))| !scale.is_finite()) {
+            return Err(AdapterError::PartScale { part, scale });
+        }
+        let mut modules: BTreeMap<usize, (Site<'_>, Pair<'a>)> = BTreeMap::new();
+        let mut layers: BTreeMap<ExpertsId, Joined<'a, '_>> = BTreeMap::new();
+        for &(adapter, scale) in parts {
+            let placed = adapter.placed(model)?;
+            for (entry, (site, factors)) in placed.modules {
+                let factors = factors.scaled(scale)?;
+                match modules.entry(entry) {
+                    Entry::Vacant(none) => drop(none.insert((site, Pair::new(factors)))),
+                    Entry::Occupied(mut pair) => pair.get_mut().1.join(factors)?,
+                }
+            }
+            for (id, factors) in placed.layers {
+                let layer = layers.entry(id).or_insert_with(|| Joined::new(&model[id]));
+                factors.into_iter().try_for_each(|(at, factors)| layer.join(at, factors.scaled(scale)?))?;
+            }
+        }
+        let mut image = Self::new(number(parts), dtype, model);
+        // Slices of a fused module have one A.
+        let mut last: Option<(Pair<'a>, usize)> = None;
+        for (entry, (site, pair)) in modules {
+            let (rank, scaling) = (pair.rank(), pair.scaling());
+            let (a_rank, a_elems, rows) = match site {
+                Site::Slice(layer, slice) => {
+                    let rows = layer.a_rows(rank);
+                    let stored = last.take().filter(|(other, _)| slice > 0 && pair.has_stored_a_of(other));
+                    let place = || Rectangle::linear_a(&pair, rows.clone(), layer.in_range());
+                    let a_elems = stored.map_or_else(|| image.place(place()), |(_, a_elems)| a_elems);
+                    (rows.len(), a_elems, layer.slices()[slice].b_rows())
+                }
+                Site::Embedding(site) => {
+                    let a_elems = image.place(Rectangle::embedding_a(&pair, site.range()));
+                    (rank, a_elems, Rows::whole(site.hidden()))
+                }
+            };
+            let b_elems = image.place(Rectangle::b(&pair, &rows.ranges, rows.len));
+            image.push(ImageEntry { entry, a_elems, a_rank, b_elems, rank, scaling });
+            last = Some((pair, a_elems));
+        }
+        layers.into_values().try_for_each(|layer| layer.place(&mut image))?;
+        Ok(image)
+    }
+}
+
+/// A number of a combination, which no other one has: that of an adapter which is alone.
+fn number(parts: &[(&Adapter, f32)]) -> u64 {
+    match parts {
+        [(adapter, 1.0)] => adapter.id,
+        _ => parts.iter().fold(0, |number, (adapter, scale)| {
+            digest::mix(digest::mix(number, adapter.id), u64::from(scale.to_bits()) + 1)
+        }),
+    }
+}
+
+/// The site of an entry that is not of experts.
+#[derive(Clone, Copy)]
+enum Site<'m> {
+    Slice(&'m LinearSite, usize),
+    Embedding(&'m EmbeddingSite),
+}
+
+/// The factors of an adapter, by their places in a model.
+struct Placed<'a, 'm> {
+    /// By entry.
+    modules: BTreeMap<usize, (Site<'m>, Factors<'a>)>,
+    layers: Vec<(ExpertsId, OfExperts<'a>)>,
+}
+
+impl Adapter {
+    fn placed<'m>(&self, model: &'m Model) -> Result<Placed<'_, 'm>, AdapterError> {
         if let Some(weight) = self.base_weights.first() {
             return Err(AdapterError::BaseWeight { tensor: weight.name.clone() });
         }
         let work = Work::new(self.modules.len() + self.stacks.len());
-        let mut image = SlotImage::new(self.id, dtype, model);
-        let mut taken: BTreeMap<usize, &Module> = BTreeMap::new();
+        let mut modules: BTreeMap<usize, (Site<'_>, Factors<'_>)> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Layer<'_, '_>> = BTreeMap::new();
         let mut layer = |id, source, at: &InExperts| {
             layers.entry(id).or_insert_with(|| Layer::new(&model[id], &self.config, &work)).add(source, at)
         };
         for module in &self.modules {
-            let first_new = image.entries().len();
             match locate(model, &module.path)? {
                 (Place::Experts(id, at), _) => {
                     module.expect_kind(ModuleKind::Linear)?;
                     layer(id, module.source(), &at)?;
                 }
-                (Place::Module(target), _) => module.place(target, model, &mut image)?,
-            }
-            for entry in &image.entries()[first_new..] {
-                if let Some(other) = taken.insert(entry.entry, module) {
-                    return Err(AdapterError::Overlap { module: module.path.clone(), other: other.path.clone() });
+                (Place::Module(target), _) => {
+                    for (entry, site, factors) in module.placed(target, model)? {
+                        if let Some((_, other)) = modules.insert(entry, (site, factors)) {
+                            let (module, other) = (module.path.clone(), other.path.to_owned());
+                            return Err(AdapterError::Overlap { module, other });
+                        }
+                    }
                 }
             }
         }
@@ -59,8 +173,8 @@ impl Adapter {
                 (Place::Module(_), _) => return Err(stack.not_matrix()),
             }
         }
-        layers.into_values().try_for_each(|layer| layer.place(self.orientation, &mut image))?;
-        Ok(image)
+        let layers = layers.into_iter().map(|(id, layer)| Ok((id, layer.finish(self.orientation)?)));
+        Ok(Placed { modules, layers: layers.collect::<Result<_, AdapterError>>()? })
     }
 }
 
@@ -87,18 +201,42 @@ impl Module {
         Source::new(&self.path, [self.a.stored(), self.b.stored()])
     }
 
-    /// Places this rank's part of the factors in the image. Their required shapes depend on the target alone.
-    fn place<'a>(&'a self, target: Target, model: &Model, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
+    /// The factors of each entry of a target. Their required shapes depend on the target alone.
+    fn placed<'m>(
+        &self,
+        target: Target,
+        model: &'m Model,
+    ) -> Result<Vec<(usize, Site<'m>, Factors<'_>)>, AdapterError> {
         match target {
             Target::Slice(layer, slice) if self.is_head(&model[layer], slice) => {}
             Target::Slice(..) | Target::Fused(_) => self.expect_kind(ModuleKind::Linear)?,
             Target::Embedding(_) => self.expect_kind(ModuleKind::Embedding)?,
         }
-        match target {
-            Target::Slice(layer, slice) => self.place_slices(&model[layer], slice..slice + 1, image),
-            Target::Fused(layer) => self.place_slices(&model[layer], 0..model[layer].slices().len(), image),
-            Target::Embedding(embedding) => self.place_embedding(&model[embedding], image),
-        }
+        let (rank, factors) = (self.rank(), self.factors());
+        let (layer, slices) = match target {
+            Target::Slice(layer, slice) => (&model[layer], slice..slice + 1),
+            Target::Fused(layer) => (&model[layer], 0..model[layer].slices().len()),
+            Target::Embedding(embedding) => {
+                let site = &model[embedding];
+                self.a.expect_shape(rank, site.whole_vocab())?;
+                self.b.expect_shape(site.hidden(), rank)?;
+                return Ok(vec![(site.entry(), Site::Embedding(site), factors)]);
+            }
+        };
+        let whole = || layer.slices()[slices.clone()].iter().map(SliceSite::whole_out_features);
+        self.a.expect_shape(rank, layer.whole_in_features())?;
+        self.b.expect_shape(whole().sum(), rank)?;
+        let mut first = 0;
+        let of_slice = slices.clone().zip(whole()).map(|(slice, whole)| {
+            let b = factors.b.rows(first..first + whole);
+            first += whole;
+            (layer.first_entry() + slice, Site::Slice(layer, slice), Factors { b, ..factors })
+        });
+        Ok(of_slice.collect())
+    }
+
+    fn factors(&self) -> Factors<'_> {
+        Factors { path: &self.path, a: self.a.view(), b: self.b.view(), scaling: self.scaling }
     }
 
     /// Whether factors named like an embedding's are those of a head: their shapes are, and those of an embedding of
@@ -106,41 +244,6 @@ impl Module {
     fn is_head(&self, site: &LinearSite, slice: usize) -> bool {
         let sizes = [site.whole_in_features(), site.slices()[slice].whole_out_features()];
         names::is_head(&self.path) && sizes[0] != sizes[1] && sizes == [self.in_features(), self.out_features()]
-    }
-
-    /// Places one A, and a part of B for each of these slices.
-    fn place_slices<'a>(
-        &'a self,
-        site: &LinearSite,
-        slices: Range<usize>,
-        image: &mut SlotImage<'a>,
-    ) -> Result<(), AdapterError> {
-        let rank = self.rank();
-        let whole = || site.slices()[slices.clone()].iter().map(SliceSite::whole_out_features);
-        self.a.expect_shape(rank, site.whole_in_features())?;
-        self.b.expect_shape(whole().sum(), rank)?;
-        let a_rows = site.a_rows(rank);
-        let a_rank = a_rows.len();
-        let a_elems = image.place(Rectangle::linear_a(self.a.view().rows(a_rows).columns(site.in_range())));
-        let mut first = 0;
-        for (slice, whole) in slices.clone().zip(whole()) {
-            let b_elems = image.place(Rectangle::rows_of_b(self.b.view(), first, &site.slices()[slice].b_rows()));
-            let entry = site.first_entry() + slice;
-            image.push(ImageEntry { entry, a_elems, a_rank, b_elems, rank, scaling: self.scaling });
-            first += whole;
-        }
-        Ok(())
-    }
-
-    fn place_embedding<'a>(&'a self, site: &EmbeddingSite, image: &mut SlotImage<'a>) -> Result<(), AdapterError> {
-        let rank = self.rank();
-        self.a.expect_shape(rank, site.whole_vocab())?;
-        self.b.expect_shape(site.hidden(), rank)?;
-        let a_elems = image.place(Rectangle::embedding_a(self.a.view().columns(site.range())));
-        let b_elems = image.place(Rectangle::b(self.b.view()));
-        let entry = site.entry();
-        image.push(ImageEntry { entry, a_elems, a_rank: rank, b_elems, rank, scaling: self.scaling });
-        Ok(())
     }
 }
 

@@ -2,24 +2,28 @@
 //!
 //! Invariant: its views lie inside their tensor.
 
-use std::{array::from_fn, cell::RefCell, marker::PhantomData, mem};
+use std::{array::from_fn, cell::RefCell, iter, marker::PhantomData, mem, ops::Range};
 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::{
     error::AdapterError,
+    joined::{Pair, multiplied},
     layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
     nested::is_nested,
     tensor::{Between, Rows as StoredRows, View},
 };
-use crate::{DType, Element, model::Rows};
+use crate::{DType, Element};
 
 /// A factor, or a range of its features.
 #[derive(Clone, Debug)]
 pub(super) struct Rectangle<'a> {
-    /// Stored features, one view after the other. The features after them are zero.
+    /// Stored features, one view after the other. The features after them are zero. Of several adapters, the views of
+    /// the first one, then as many of the next one with the same features, and so on.
     views: Vec<View<'a>>,
+    /// What the elements of each adapter are multiplied by; none if there is one adapter, whose elements are kept.
+    multipliers: Vec<f32>,
     rank: usize,
     features: usize,
     kind: Kind,
@@ -33,25 +37,29 @@ enum Kind {
 }
 
 impl<'a> Rectangle<'a> {
-    /// A of a linear module, `[rank, in_features]`.
-    pub(super) fn linear_a(view: View<'a>) -> Self {
-        Self { views: vec![view], rank: view.rows, features: view.cols, kind: Kind::LinearA }
+    /// These ranks of A of a linear module, for these input features.
+    pub(super) fn linear_a(pair: &Pair<'a>, ranks: Range<usize>, features: Range<usize>) -> Self {
+        let rank = ranks.len();
+        let views = pair.a(ranks).map(|view| view.columns(features.clone())).collect();
+        Self { views, multipliers: pair.multipliers(), rank, features: features.len(), kind: Kind::LinearA }
     }
 
-    /// A of an embedding, `[rank, vocab]`.
-    pub(super) fn embedding_a(view: View<'a>) -> Self {
-        Self { kind: Kind::EmbeddingA, ..Self::linear_a(view) }
+    /// A of an embedding, for these ids.
+    pub(super) fn embedding_a(pair: &Pair<'a>, ids: Range<usize>) -> Self {
+        Self { kind: Kind::EmbeddingA, ..Self::linear_a(pair, 0..pair.rank(), ids) }
     }
 
-    /// B, `[out_features, rank]`.
-    pub(super) fn b(view: View<'a>) -> Self {
-        Self { views: vec![view], rank: view.cols, features: view.rows, kind: Kind::B }
+    /// These rows of B, one range after the other, and rows of zeros up to `len`.
+    pub(super) fn b(pair: &Pair<'a>, ranges: &[Range<usize>], len: usize) -> Self {
+        let of_view = |view: View<'a>| ranges.iter().map(move |range| view.rows(range.clone()));
+        let views: Vec<_> = pair.b().flat_map(of_view).collect();
+        let multipliers = if pair.is_of_one() { Vec::new() } else { vec![1.0; pair.b().count()] };
+        Self { views, multipliers, rank: pair.rank(), features: len, kind: Kind::B }
     }
 
-    /// These rows of B, which is the part of `view` that begins at its row `first`.
-    pub(super) fn rows_of_b(view: View<'a>, first: usize, rows: &Rows) -> Self {
-        let views = rows.ranges.iter().map(|range| view.rows(first + range.start..first + range.end));
-        Self { views: views.collect(), rank: view.cols, features: rows.len, kind: Kind::B }
+    /// The views of each adapter.
+    fn views_of_adapters(&self) -> impl Iterator<Item = &[View<'a>]> {
+        self.views.chunks((self.views.len() / self.multipliers.len().max(1)).max(1))
     }
 
     /// Factors for which this is the same are written together.
@@ -128,18 +136,21 @@ impl<'a> Rectangle<'a> {
     /// of a separate factor.
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let end = self.features.min(start + len);
-        let mut next = 0;
-        let views = self.views.iter().filter_map(|view| {
-            let first = next;
-            next += self.features_of(view);
-            let range = start.max(first)..end.min(next);
-            let narrowed = |range| match self.kind {
-                Kind::LinearA | Kind::EmbeddingA => view.columns(range),
-                Kind::B => view.rows(range),
-            };
-            (!range.is_empty()).then(|| narrowed(range.start - first..range.end - first))
+        let narrowed = |view: &View<'a>, range| match self.kind {
+            Kind::LinearA | Kind::EmbeddingA => view.columns(range),
+            Kind::B => view.rows(range),
+        };
+        let views = self.views_of_adapters().flat_map(|views| {
+            let mut next = 0;
+            views.iter().filter_map(move |view| {
+                let first = next;
+                next += self.features_of(view);
+                let range = start.max(first)..end.min(next);
+                (!range.is_empty()).then(|| narrowed(view, range.start - first..range.end - first))
+            })
         });
-        Self { views: views.collect(), features: end - start, ..*self }
+        let (views, multipliers) = (views.collect(), self.multipliers.clone());
+        Self { views, multipliers, features: end - start, ..*self }
     }
 
     fn features_of(&self, view: &View<'_>) -> usize {
@@ -151,11 +162,44 @@ impl<'a> Rectangle<'a> {
 
     /// Writes the factor and returns whether every element is finite.
     fn pack<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
+        if !self.multipliers.is_empty() {
+            return self.pack_joined::<T>(part);
+        }
         with_buffers(self.views.len(), |buffers| {
             let views = self.views.iter().zip(buffers);
             let views = views.map(|(view, buffer)| view.load(buffer)).collect::<Result<Vec<_>, _>>()?;
             Ok(self.pack_rows::<S, T>(&views, part))
         })
+    }
+
+    /// As [`pack`](Self::pack), of several adapters, whose factors are joined first.
+    fn pack_joined<T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
+        let is_b = matches!(self.kind, Kind::B);
+        let stored =
+            self.views_of_adapters().next().map_or(0, |views| views.iter().map(|view| self.features_of(view)).sum());
+        let [rows, cols] = if is_b { [stored, self.rank] } else { [self.rank, stored] };
+        let mut joined = vec![T::default(); rows * cols];
+        with_buffers(1, |buffers| {
+            let mut first_rank = 0;
+            for (views, &multiplier) in self.views_of_adapters().zip(&self.multipliers) {
+                let [mut row, col] = if is_b { [0, first_rank] } else { [first_rank, 0] };
+                for view in views {
+                    let to = joined.chunks_exact_mut(cols).skip(row);
+                    let to = to.map(|to| &mut to[col..col + view.cols]);
+                    let from = view.load(&mut buffers[0])?;
+                    match view.tensor.dtype() {
+                        DType::BF16 => join::<bf16, T>(from, multiplier, to),
+                        DType::F16 => join::<f16, T>(from, multiplier, to),
+                        DType::F32 => join::<f32, T>(from, multiplier, to),
+                    }
+                    row += view.rows;
+                }
+                first_rank += views.first().map_or(0, |view| if is_b { view.cols } else { view.rows });
+            }
+            Ok(())
+        })?;
+        let rows = StoredRows::dense(bytemuck::cast_slice(&joined), cols * size_of::<T>(), rows);
+        Ok(self.pack_rows::<T, T>(&[rows], part))
     }
 
     /// As [`pack`](Self::pack), from rows.
@@ -193,27 +237,42 @@ impl<'a> Rectangle<'a> {
 
     /// The error of a factor that could not be written.
     pub(super) fn error<T: Element>(&self) -> Option<AdapterError> {
-        let find = match self.views.first()?.tensor.dtype() {
-            DType::BF16 => Self::unrepresentable::<bf16, T>,
-            DType::F16 => Self::unrepresentable::<f16, T>,
-            DType::F32 => Self::unrepresentable::<f32, T>,
-        };
-        find(self).err()
+        let multipliers = self.multipliers.iter().copied().chain(iter::repeat(1.0));
+        let mut views = self.views_of_adapters().zip(multipliers);
+        views.find_map(|(views, multiplier)| {
+            views.iter().find_map(|view| {
+                let find = match view.tensor.dtype() {
+                    DType::BF16 => unrepresentable::<bf16, T>,
+                    DType::F16 => unrepresentable::<f16, T>,
+                    DType::F32 => unrepresentable::<f32, T>,
+                };
+                find(view, multiplier).err()
+            })
+        })
     }
+}
 
-    /// Returns the error for the first weight that is not finite in `T`.
-    fn unrepresentable<S: Element, T: Element>(&self) -> Result<(), AdapterError> {
-        let mut buffer = Vec::new();
-        for view in &self.views {
-            for (row, elements_of_row) in view.load(&mut buffer)?.iter().enumerate() {
-                let values = (0..view.cols).map(|col| element::<S>(elements_of_row, col).to_f32());
-                if let Some((col, value)) = values.enumerate().find(|(_, value)| !T::from_f32(*value).is_finite()) {
-                    let (tensor, index) = (view.name.clone(), view.tensor.index(view.at(row, col)));
-                    return Err(AdapterError::Unrepresentable { tensor, index, value, dtype: T::DTYPE });
-                }
-            }
+/// Returns the error for the first weight whose product with `multiplier` is not finite in `T`.
+fn unrepresentable<S: Element, T: Element>(view: &View<'_>, multiplier: f32) -> Result<(), AdapterError> {
+    let mut buffer = Vec::new();
+    for (row, elements_of_row) in view.load(&mut buffer)?.iter().enumerate() {
+        let is_finite = |value: &S| multiplied::<S, T>(*value, multiplier).is_finite();
+        let mut values = (0..view.cols).map(|col| element::<S>(elements_of_row, col)).enumerate();
+        if let Some((col, value)) = values.find(|(_, value)| !is_finite(value)) {
+            let (tensor, index) = (view.name.clone(), view.tensor.index(view.at(row, col)));
+            let value = value.to_f32() * multiplier;
+            return Err(AdapterError::Unrepresentable { tensor, index, value, dtype: T::DTYPE });
         }
-        Ok(())
+    }
+    Ok(())
+}
+
+/// Writes the elements of rows, multiplied, to these places.
+fn join<'t, S: Element, T: Element>(from: StoredRows<'_>, multiplier: f32, to: impl Iterator<Item = &'t mut [T]>) {
+    for (from, to) in from.iter().zip(to) {
+        for (from, to) in from.chunks_exact(size_of::<S>()).zip(to) {
+            *to = multiplied(bytemuck::pod_read_unaligned::<S>(from), multiplier);
+        }
     }
 }
 

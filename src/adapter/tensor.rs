@@ -449,6 +449,15 @@ impl<'a> View<'a> {
         self.tensor.is_in_file() && self.col_stride > 1
     }
 
+    /// Whether both are the same elements of one tensor.
+    pub(super) fn is_stored_as(&self, other: &Self) -> bool {
+        let place = |view: &Self| {
+            let Self { tensor, rows, cols, start, row_stride, col_stride, .. } = *view;
+            (std::ptr::from_ref(tensor), [rows, cols, start, row_stride, col_stride])
+        };
+        place(self) == place(other)
+    }
+
     /// Whether both have the same shape, element type and bits. Reads them as far as they are equal.
     pub(super) fn same(&self, other: &Self) -> Result<bool, AdapterError> {
         /// Matrices that differ mostly do so in the first elements.
@@ -458,8 +467,7 @@ impl<'a> View<'a> {
         if (self.rows, self.cols, self.tensor.dtype) != (other.rows, other.cols, other.tensor.dtype) {
             return Ok(false);
         }
-        let place = |view: &Self| (std::ptr::from_ref(view.tensor), view.start, view.row_stride, view.col_stride);
-        if place(self) == place(other) {
+        if self.is_stored_as(other) {
             return Ok(true);
         }
         // Along what is contiguous.
@@ -497,6 +505,11 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// Rows of `len` bytes, one after the other.
+    pub(super) fn dense(bytes: &'a [u8], len: usize, rows: usize) -> Self {
+        Self { bytes, stride: len, len, rows }
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = &'a [u8]> {
         let Self { bytes, stride, len, rows } = *self;
         (0..rows).map(move |row| &bytes[row * stride..][..len])

@@ -79,6 +79,11 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
+    /// All of so many rows.
+    pub(crate) fn whole(rows: usize) -> Self {
+        Self { whole: rows, ranges: std::iter::once(0..rows).collect(), len: rows }
+    }
+
     /// Appends the rows of another matrix below this one.
     pub(super) fn append(&mut self, below: Self) {
         for range in below.ranges {

@@ -8,7 +8,7 @@ use std::{
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Planned, SlotImage},
+    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Parsed, Planned, SlotImage},
     error::{LoadError, SlotError},
     model::{LinearId, LinearSite, Model},
     slots::Bounds,
@@ -33,6 +33,8 @@ pub struct Source {
 enum Kind {
     Directory(Directory),
     Memory(Arc<Planned>),
+    /// Of several sources, some of which are directories.
+    Combined(Arc<[(Source, f32)]>),
 }
 
 impl Source {
@@ -95,17 +97,57 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::plan`].
     pub fn memory(adapter: Arc<Adapter>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        let planned = Arc::new(Planned::new(adapter, model, dtype)?);
+        Self::of_memory(vec![(adapter, 1.0)], model, dtype)
+    }
+
+    fn of_memory(parts: Vec<(Arc<Adapter>, f32)>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
+        let planned = Arc::new(Planned::combined(parts, model, dtype)?);
         Ok(Self::new(Kind::Memory(Arc::clone(&planned)), planned.image()))
+    }
+
+    /// Up to [`MAX_PARTS`](crate::adapter::MAX_PARTS) adapters that apply together, each multiplied by a scale of its
+    /// own, as for [`SlotImage::combined`]. For a pool they are one adapter, which is read as its parts are. The parts
+    /// of a combination among them count on their own. The model and the element type are those of the first part.
+    ///
+    /// # Errors
+    /// As for [`SlotImage::combined`], and for [`directory`](Self::directory) if the files of a part have changed.
+    #[doc(alias = "add_weighted_adapter")]
+    pub fn combined(parts: impl IntoIterator<Item = (Self, f32)>) -> Result<Self, AdapterError> {
+        let parts: Arc<[_]> = parts.into_iter().collect();
+        let Some((Self { model, dtype, .. }, _)) = parts.first() else { return Err(AdapterError::Parts { parts: 0 }) };
+        let held = Held::new(&parts)?;
+        let planned = Arc::new(held.plan(model, *dtype)?);
+        let kind = if held.files.is_empty() { Kind::Memory(Arc::clone(&planned)) } else { Kind::Combined(parts) };
+        Ok(Self::new(kind, planned.image()))
+    }
+
+    /// Holds its adapters, each of which is multiplied by `scale` as well.
+    fn hold(&self, scale: f32, held: &mut Held) -> Result<(), AdapterError> {
+        match &self.kind {
+            Kind::Memory(planned) => {
+                held.parts.extend(planned.parts().iter().map(|(adapter, own)| (Arc::clone(adapter), own * scale)));
+            }
+            Kind::Directory(directory) => {
+                let parsed = directory.parsed()?;
+                held.parts.push((Arc::clone(parsed.adapter()), scale));
+                held.files.push(parsed);
+            }
+            Kind::Combined(parts) => parts.iter().try_for_each(|(part, own)| part.hold(own * scale, held))?,
+        }
+        Ok(())
     }
 
     /// The same adapter, for another rank of the model.
     pub(crate) fn shard(&self, model: &Model) -> Result<Self, AdapterError> {
         match &self.kind {
-            Kind::Memory(planned) => Self::memory(Arc::clone(planned.adapter()), model, self.dtype),
+            Kind::Memory(planned) => Self::of_memory(planned.parts().to_vec(), model, self.dtype),
             Kind::Directory(directory) => {
                 let (directory, parsed) = directory.shard(model)?;
                 Ok(Self::new(Kind::Directory(directory), parsed.image()))
+            }
+            Kind::Combined(parts) => {
+                let parts = parts.iter().map(|(part, scale)| Ok((part.shard(model)?, *scale)));
+                Self::combined(parts.collect::<Result<Vec<_>, AdapterError>>()?)
             }
         }
     }
@@ -130,7 +172,7 @@ impl Source {
         if let Some(fingerprint) = kept.get() {
             return Ok(*fingerprint);
         }
-        let fingerprint = self.read_planned(|planned| Ok(planned.adapter().fingerprint()?))?;
+        let fingerprint = self.read_planned(|planned| Ok(planned.fingerprint()?))?;
         Ok(*kept.get_or_init(|| fingerprint))
     }
 
@@ -168,7 +210,40 @@ impl Source {
         match &self.kind {
             Kind::Memory(planned) => read(planned),
             Kind::Directory(directory) => directory.read(read),
+            Kind::Combined(parts) => {
+                let held = Held::new(parts)?;
+                let read = read(&held.plan(&self.model, self.dtype)?);
+                held.check()?;
+                read
+            }
         }
+    }
+}
+
+/// The adapters of a combination, while they are read.
+#[derive(Default)]
+struct Held {
+    parts: Vec<(Arc<Adapter>, f32)>,
+    files: Vec<Arc<Parsed>>,
+}
+
+impl Held {
+    fn new(parts: &[(Source, f32)]) -> Result<Self, AdapterError> {
+        let mut held = Self::default();
+        parts.iter().try_for_each(|(part, scale)| part.hold(*scale, &mut held))?;
+        Ok(held)
+    }
+
+    fn plan(&self, model: &Model, dtype: DType) -> Result<Planned, AdapterError> {
+        let planned = Planned::combined(self.parts.clone(), model, dtype);
+        // The plan of experts reads some of their factors.
+        self.check()?;
+        planned
+    }
+
+    /// Rejects files that have been modified since they were opened.
+    fn check(&self) -> Result<(), AdapterError> {
+        self.files.iter().try_for_each(|parsed| parsed.check())
     }
 }
 
@@ -266,6 +341,60 @@ mod tests {
             let source = Source::memory(Arc::clone(&adapter), &model, DType::F32).unwrap();
             assert_eq!([qk, o, router, foreign].map(|layer| source.adapts(layer)), [true, false, true, false]);
         }
+    }
+
+    fn packed(source: &Source) -> Vec<u8> {
+        let pack = |image: &SlotImage<'_>| {
+            let mut block = vec![0xee; image.bytes()];
+            image.write_to(&mut block)?;
+            Ok(block)
+        };
+        source.read(pack).unwrap()
+    }
+
+    /// Whether its parts are in memory or in directories, on any rank, and if parts are combinations.
+    #[test]
+    fn a_combination_is_read_as_its_parts() {
+        let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        dirs.iter().for_each(|dir| write(dir.path()));
+        let adapter = Arc::new(Adapter::open(dirs[0].path()).unwrap());
+        let whole = model(0, 1);
+        let [first, second] = dirs.each_ref().map(|dir| Source::directory(dir.path(), &whole, DType::BF16).unwrap());
+        let memory = Source::memory(Arc::clone(&adapter), &whole, DType::BF16).unwrap();
+        let inner = Source::combined([(second.clone(), 0.25)]).unwrap();
+        let nested = Source::combined([(first.clone(), 0.5), (inner, 2.0)]).unwrap();
+        let flat = Source::combined([(first.clone(), 0.5), (second, 0.5)]).unwrap();
+        let in_memory = Source::combined([(memory.clone(), 0.5), (memory.clone(), 0.5)]).unwrap();
+        assert_eq!([&flat, &nested, &in_memory].map(Source::max_rank), [2 * 256; 3]);
+        for (rank, size) in [(0, 1), (1, 4), (3, 4)] {
+            let model = model(rank, size);
+            let parts = [(&*adapter, 0.5); 2];
+            let image = SlotImage::combined(&parts, &model, DType::BF16).unwrap();
+            let mut want = vec![0xee; image.bytes()];
+            image.write_to(&mut want).unwrap();
+            for source in [&flat, &nested, &in_memory] {
+                let shard = source.shard(&model).unwrap();
+                assert!(packed(&shard) == want, "rank {rank} of {size}");
+                assert_eq!(shard.bytes(), want.len());
+            }
+        }
+        let numbers = [&flat, &nested, &in_memory, &memory, &first].map(|source| {
+            let source = source.clone().of_group();
+            source.fingerprint().unwrap()
+        });
+        assert!(numbers[0] == numbers[1] && numbers[1] == numbers[2] && numbers[3] == numbers[4]);
+        assert_ne!(numbers[0], numbers[3]);
+        let other = Source::combined([(memory.clone(), 0.5), (memory.clone(), 0.25)]).unwrap();
+        assert_ne!(other.of_group().fingerprint().unwrap(), numbers[2]);
+        assert!(matches!(Source::combined([]), Err(AdapterError::Parts { parts: 0 })));
+        let many = Source::combined([(flat, 1.0), (nested, 1.0), (in_memory, 1.0)]);
+        assert!(matches!(many, Err(AdapterError::Parts { parts: 6 })));
+        // A part whose file is another one now is an error of the next read.
+        let config = dirs[0].path().join("adapter_config.json");
+        let combined = Source::combined([(first, 1.0), (memory, 1.0)]).unwrap();
+        fs::write(config, r#"{"peft_type": "LORA", "lora_alpha": 2}"#).unwrap();
+        let error = combined.read(|_| Ok(())).unwrap_err();
+        assert!(matches!(error, LoadError::Adapter(AdapterError::Changed { .. })), "{error}");
     }
 
     fn is_kept(source: &Source) -> bool {

@@ -486,6 +486,69 @@ proptest! {
     }
 }
 
+/// The first form, from this one on, that can express the adapter and has experts stored as the other forms do.
+fn expressed(case: &Case, first: usize) -> Parts {
+    let is_plain = |form: &&Form| !matches!(form, Form::Parameters { transposed: true, .. });
+    let mut forms = FORMS.iter().cycle().skip(first).take(FORMS.len()).filter(is_plain);
+    forms.find_map(|form| case.parts(*form)).unwrap()
+}
+
+/// The factors of two adapters, one after the other along the rank.
+fn joined(first: &Pair, second: &Pair) -> Pair {
+    let rows = first.b.chunks(first.rank).zip(second.b.chunks(second.rank));
+    let b = rows.flat_map(|(first, second)| [first, second].concat()).collect();
+    Pair { rank: first.rank + second.rank, a: [&first.a[..], &second.a].concat(), b }
+}
+
+proptest! {
+    /// Adapters of any two forms, each halved, are as one adapter of each expert that has the factors of both, with
+    /// what all experts share stored once. Either may lack experts.
+    #[test]
+    fn combinations_of_forms_are_joined(case in cases(), kept in any::<u16>(), forms in any::<[usize; 2]>()) {
+        let first = Case { rslora: false, ..case };
+        let mut second = first.clone();
+        let mut both = first.clone();
+        // α, by module and expert, of those with factors of one adapter: half of their scaling.
+        let mut halved = serde_json::Map::new();
+        for (module, name) in PEFT_NAMES.into_iter().enumerate() {
+            for (expert, pair) in second.pairs[module].iter_mut().enumerate() {
+                let is_kept = kept >> ((module * 5 + expert) % 16) & 1 == 1 || kept % 3 == 0;
+                if !is_kept && first.pairs[1 + module % 2].iter().any(Option::is_some) && module == DOWN {
+                    *pair = None;
+                }
+                for values in pair.iter_mut().flat_map(|pair| [&mut pair.a, &mut pair.b]) {
+                    values.reverse();
+                }
+                let own = &mut both.pairs[module][expert];
+                match (&*own, &*pair) {
+                    (Some(one), Some(other)) => *own = Some(joined(one, other)),
+                    (Some(_), None) => {
+                        halved.insert(format!("experts\\.{expert}\\.{name}"), (LORA_ALPHA / 2.0).into());
+                    }
+                    (None, _) => {}
+                }
+            }
+        }
+        prop_assume!([&first, &second].iter().all(|case| case.pairs.iter().flatten().any(Option::is_some)));
+        let [one, other] = [(&first, forms[0]), (&second, forms[1])].map(|(case, form)| {
+            let (config, tensors) = expressed(case, form % FORMS.len());
+            Adapter::from_tensors(&config, tensors).unwrap()
+        });
+        let (config, tensors) = both.parts(FORMS[0]).unwrap();
+        let mut config: Value = serde_json::from_str(&config).unwrap();
+        config["alpha_pattern"] = halved.into();
+        let whole = Adapter::from_tensors(&config.to_string(), tensors).unwrap();
+        for rank in 0..both.size {
+            let (model, _) = both.model(rank, false);
+            let image = SlotImage::combined(&[(&one, 0.5), (&other, 0.5)], &model, DType::F32).unwrap();
+            let want = whole.plan(&model, DType::F32).unwrap();
+            prop_assert_eq!(image.entries(), want.entries());
+            prop_assert_eq!(image.shared(), want.shared());
+            prop_assert_eq!(block(&image), block(&want));
+        }
+    }
+}
+
 /// An adapter of all modules, of rank 2, with distinct values.
 fn plain(num_experts: usize, hidden: usize, inter: usize) -> Case {
     let mut next = 0_u16;

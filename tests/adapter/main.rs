@@ -37,6 +37,7 @@
 //! | slices of different ranks stacked at multiples of one | `plan::slices_of_different_ranks`, `random::images_are_naive_packings` |
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod combined;
 #[path = "../common/mod.rs"]
 mod common;
 mod config;

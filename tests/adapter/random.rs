@@ -237,6 +237,91 @@ fn check<T: Element>(case: &Case, rank: usize, image: &SlotImage<'_>) {
     assert_eq!(end, packed.len());
 }
 
+/// The modules, with those of one slice in place of fused ones.
+fn unfused(toy: &Toy, modules: &[Lora]) -> Vec<Lora> {
+    let places = toy.places(1);
+    let slices = |module: &Lora| -> Vec<Lora> {
+        let Some((parent, name)) = module.path.rsplit_once('.') else { return vec![module.clone()] };
+        let names: &[&str] = match name {
+            "qkv_proj" => &["q_proj", "k_proj", "v_proj"],
+            "gate_up_proj" => &["gate_proj", "up_proj"],
+            _ => return vec![module.clone()],
+        };
+        let mut first = 0;
+        let slice = |name: &&str| {
+            let path = format!("{parent}.{name}");
+            let out_features = places.iter().find(|place| place.path == path).unwrap().out_features;
+            let rows = first * module.rank..(first + out_features) * module.rank;
+            first += out_features;
+            Lora { path, out_features, b: module.b[rows].to_vec(), ..module.clone() }
+        };
+        names.iter().map(slice).collect()
+    };
+    modules.iter().flat_map(slices).collect()
+}
+
+/// The factors of two modules, one after the other along the rank.
+fn joined(first: &Lora, second: &Lora) -> Lora {
+    let ranks = [first.rank, second.rank];
+    let rows = first.b.chunks(ranks[0]).zip(second.b.chunks(ranks[1]));
+    let b = rows.flat_map(|(first, second)| [first, second].concat()).collect();
+    Lora { rank: ranks[0] + ranks[1], a: [&first.a[..], &second.a].concat(), b, ..first.clone() }
+}
+
+/// An adapter, another one of the same ranks with some of its modules, and the adapter that both are with half of each
+/// scaling: that of a module of both is α / 2r.
+fn two_parts(case: &Case, kept: u32, is_unfused: bool) -> [Case; 3] {
+    let reversed = |module: &Lora| {
+        let [a, b] = [&module.a, &module.b].map(|values| values.iter().rev().copied().collect());
+        Lora { a, b, ..module.clone() }
+    };
+    let other: Vec<_> = case.modules.iter().map(reversed).collect();
+    let mut other = if is_unfused { unfused(&case.toy, &other) } else { other };
+    let mut bits = (0..32).map(|bit| kept >> bit & 1 == 1);
+    other.retain(|_| bits.next().unwrap_or(true));
+    if other.is_empty() {
+        other.extend(case.modules.first().map(reversed));
+    }
+    let halved = |module: &Lora| Lora { alpha: Some(module.alpha.unwrap_or(case.lora_alpha) / 2.0), ..module.clone() };
+    let mut rest = unfused(&case.toy, &other);
+    let mut both: Vec<_> = unfused(&case.toy, &case.modules)
+        .iter()
+        .map(|module| match rest.iter().position(|second| second.path == module.path) {
+            Some(at) => joined(module, &rest.remove(at)),
+            None => halved(module),
+        })
+        .collect();
+    both.extend(rest.iter().map(halved));
+    let [first, second] = [case.clone(), Case { modules: other, storage: Storage::File, ..case.clone() }];
+    [first, second, Case { modules: both, ..case.clone() }]
+}
+
+fn check_of<T: Element>(case: &Case, rank: usize, parts: &[(&Adapter, f32)]) {
+    let (model, _) = case.toy.model(rank, case.size);
+    let image = SlotImage::combined(parts, &model, T::DTYPE).unwrap();
+    assert!(image.bytes() <= SlotImage::max_bytes(&model, T::DTYPE, image.max_rank()));
+    check::<T>(case, rank, &image);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    /// Factors of two adapters lie in an image as those of one that has them one after the other along the rank.
+    #[test]
+    fn combinations_are_naive_packings(case in cases(), kept in any::<u32>(), is_unfused in any::<bool>()) {
+        let [first, second, both] = two_parts(&case, kept, is_unfused);
+        let [first, second] = [first, second].map(|case| case.adapter().unwrap());
+        let parts = [(&first, 0.5), (&second, 0.5)];
+        for rank in 0..case.size {
+            match case.dtype {
+                DType::BF16 => check_of::<bf16>(&both, rank, &parts),
+                DType::F16 => check_of::<f16>(&both, rank, &parts),
+                _ => check_of::<f32>(&both, rank, &parts),
+            }
+        }
+    }
+}
+
 fn check_all_ranks(case: &Case) {
     let adapter = case.adapter().unwrap();
     assert_eq!(adapter.modules().len(), case.modules.len());

@@ -8,7 +8,7 @@ use proptest::{
 use crate::{
     backend::Backend,
     common::small::{choose, random_cases},
-    model::{Broken, Call, Expected, PROMISES, Promise, calls, machine::Machine},
+    model::{Broken, Call, Expected, PROMISES, Promise, calls, combined, machine::Machine},
 };
 
 /// Random calls, the same ones in each run.
@@ -38,4 +38,10 @@ fn every_promise_is_checked() {
     for promise in PROMISES.into_iter().take(choose(PROMISES.len(), 2)) {
         assert!(cases(400).any(|calls| breaks(promise, &calls)), "nobody notices that {promise:?} is broken");
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn combinations_are_sums() {
+    combined::combinations_are_sums(&Backend::new());
 }

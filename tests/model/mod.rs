@@ -7,6 +7,7 @@
 //! time, to show that the model sees it.
 #![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
 
+pub mod combined;
 pub mod machine;
 pub mod misuse;
 pub mod wrong;

@@ -4,7 +4,7 @@ use proptest::{prelude::*, strategy::ValueTree as _, test_runner::TestRunner};
 
 use crate::{
     backend::Backend,
-    model::{Broken, Expected, Promise, calls, machine::Machine, misuse, promises_without_graphs, wrong},
+    model::{Broken, Expected, Promise, calls, combined, machine::Machine, misuse, promises_without_graphs, wrong},
 };
 
 fn cpu() -> Machine {
@@ -40,6 +40,11 @@ fn every_mistake_is_named() {
 #[test]
 fn every_refusal_is_named() {
     wrong::every_refusal_is_named(&Backend::new());
+}
+
+#[test]
+fn combinations_are_sums() {
+    combined::combinations_are_sums(&Backend::new());
 }
 
 #[test]

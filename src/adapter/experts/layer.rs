@@ -10,12 +10,15 @@ use crate::{
     adapter::{
         config::Config,
         error::AdapterError,
+        joined::Factors,
         names::{InExperts, Item},
         pattern::Work,
-        tensor::View,
     },
     model::{ExpertModule, ExpertsSite, MAX_RANK},
 };
+
+/// The factors of each module of each expert.
+pub(in crate::adapter) type OfExperts<'a> = BTreeMap<(ExpertModule, usize), Factors<'a>>;
 
 /// An adapter's factors for the experts of one layer.
 #[derive(Debug)]
@@ -24,23 +27,14 @@ pub(in crate::adapter) struct Layer<'a, 'm> {
     pub(super) config: &'a Config,
     /// What is left for matching α's patterns.
     work: &'m Work,
-    pub(super) pairs: BTreeMap<(ExpertModule, usize), Pair<'a>>,
+    pub(super) factors: OfExperts<'a>,
     pub(super) parameters: Vec<Source<'a>>,
     pub(super) empty: Vec<(Source<'a>, InExperts)>,
 }
 
-/// The factors of one module of one expert.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Pair<'a> {
-    pub(super) path: &'a str,
-    pub(super) a: View<'a>,
-    pub(super) b: View<'a>,
-    pub(super) scaling: f32,
-}
-
 impl<'a, 'm> Layer<'a, 'm> {
     pub(in crate::adapter) fn new(site: &'m ExpertsSite, config: &'a Config, work: &'m Work) -> Self {
-        Self { site, config, work, pairs: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
+        Self { site, config, work, factors: BTreeMap::new(), parameters: Vec::new(), empty: Vec::new() }
     }
 
     /// Adds factors whose path is `at` in the experts.
@@ -87,7 +81,7 @@ impl<'a, 'm> Layer<'a, 'm> {
         let scaling = self.config.scaling(alpha_path, rank, steps.a.name, self.work)?;
         for (step, expert) in experts.enumerate() {
             for (module, a, b) in part.apart(self.site.stored().halves, steps.at(step)) {
-                if let Some(other) = self.pairs.insert((module, expert), Pair { path, a, b, scaling }) {
+                if let Some(other) = self.factors.insert((module, expert), Factors { path, a, b, scaling }) {
                     return Err(AdapterError::Overlap { module: path.to_owned(), other: other.path.to_owned() });
                 }
             }

@@ -10,4 +10,8 @@ mod place;
 mod source;
 
 pub use self::source::Orientation;
-pub(super) use self::{layer::Layer, source::Source};
+pub(super) use self::{
+    layer::{Layer, OfExperts},
+    place::Joined,
+    source::Source,
+};
