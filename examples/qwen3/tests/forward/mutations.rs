@@ -88,9 +88,9 @@ struct Workspace {
     files: Vec<PathBuf>,
 }
 
-/// A dense model with an adapter that has most fields; one with experts; and one with experts in 4 bits, whose model
-/// and adapter have an index.
-fn workspaces() -> [Workspace; 3] {
+/// A dense model with an adapter that has most fields; one with experts; one with experts in 4 bits, whose model and
+/// adapter have an index; and one with gated delta nets.
+fn workspaces() -> [Workspace; 4] {
     let dense = Workspace::new("qwen3", "adapters/embed", |model, adapter| {
         edit(&adapter.join("adapter_config.json"), |config| {
             config.insert(
@@ -125,7 +125,8 @@ fn workspaces() -> [Workspace; 3] {
             fs::remove_file(whole).expect("it was there");
         }
     });
-    [dense, experts, int4]
+    let hybrid = Workspace::new("qwen3-hybrid", "adapters-hybrid/experts", |_, _| ());
+    [dense, experts, int4, hybrid]
 }
 
 impl Workspace {

@@ -245,7 +245,7 @@ fn delta_nets_hold<T: Float>(seed: u64) {
         let (rows, mut places) = (7, Vec::from_iter(0..7));
         places.shuffle(&mut rng);
         let run = |row: usize, position, tokens| Run { row, state: places[row], position, tokens };
-        let runs = [run(0, 0, 7), run(1, 5, 1), run(3, 3, 2), run(4, 0, 1), run(5, 1, 30)];
+        let runs = [run(0, 0, 7), run(1, 5, 1), run(3, 3, 2), run(4, 0, 1), run(5, 4, 30)];
         let layer = Layer::<T>::new(&mut rng, heads, 7);
         let tokens: usize = runs.iter().map(|run| run.tokens).sum();
         let x = noise::<T>(&mut rng, tokens * heads.cols(), 2.0);
