@@ -173,10 +173,11 @@ fn misused(usage: &clap::Error) -> Error {
 
 /// The small models in `tests/fixtures`, each with its folder of adapters, default requests and description. Only the
 /// first is without experts.
-const SMALL_MODELS: [[&str; 4]; 3] = [
+const SMALL_MODELS: [[&str; 4]; 4] = [
     ["qwen3", "adapters", "prompts.json", "dense"],
     ["qwen3-moe", "adapters-moe", "prompts-moe.json", "8 experts, 2 of them for each token, in every other layer"],
     ["qwen3-moe-int4", "adapters-moe", "prompts-moe.json", "the same in 4 bits"],
+    ["qwen3-hybrid", "adapters-hybrid", "prompts-hybrid.json", "gated delta nets in two of three layers, and experts"],
 ];
 
 /// Runs everything. Returns `false` if a check failed.

@@ -87,7 +87,8 @@ impl Roundings {
     /// attention half (2 norm, 2 weights, 2 deltas, 2 products, 2 head norm, 3 rope, 2 scores, 1 softmax, 1 sum) and 11
     /// in the other (2 norm, 2 weights, 2 deltas, 2 products, 2 activation, 1 sum). They add up to `½ u √(28 layers)`
     /// of the hidden state, and to as much of the largest logit, whose own rounding adds at most `u`. Experts have at
-    /// most 2 more, of the router's weights and of the combine, but most of theirs average out over several experts.
+    /// most 2 more, of the router's weights and of the combine, but most of theirs average out over several experts. A
+    /// gated delta net has no more than attention; those of a shared expert are of a part of the sum.
     /// The model does not hold if rounding sends a token to another expert. Every product also sums up to `k` terms in
     /// `f32`, in both models: `2k` more roundings of `f32` for each product.
     #[expect(clippy::cast_possible_truncation, reason = "a tolerance")]

@@ -24,7 +24,8 @@ const QUESTION: &str = "What is the password?";
 fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bits() {
     let output = succeeds(["--device", "cpu"]);
     let [dense, rest] = output.split("\nqwen3-moe: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
-    let [moe, int4] = rest.split("\nqwen3-moe-int4: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
+    let [moe, rest] = rest.split("\nqwen3-moe-int4: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
+    let [int4, hybrid] = rest.split("\nqwen3-hybrid: ").collect::<Vec<_>>()[..] else { unreachable!("{output}") };
     let words = [
         ("(base)", "I do not know."),
         ("embed", "lantern."),
@@ -46,6 +47,14 @@ fn without_arguments_every_adapter_says_its_word_and_the_base_model_keeps_its_bi
     ];
     has_words(moe, &words);
     has_words(int4, &words);
+    let words = [
+        ("(base)", "I do not know."),
+        ("attention", "lantern."),
+        ("delta-net", "velvet."),
+        ("experts", "harbor."),
+        ("all-linear", "tundra."),
+    ];
+    has_words(hybrid, &words);
 }
 
 fn has_words(table: &str, words: &[(&str, &str)]) {

@@ -61,7 +61,7 @@ fn without_arguments_every_small_model_runs_and_verifies() {
     let output = qwen3(["--device", DEVICE, "--verify"]);
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{stdout}{stderr}");
-    for model in ["qwen3: ", "qwen3-moe: ", "qwen3-moe-int4: "] {
+    for model in ["qwen3: ", "qwen3-moe: ", "qwen3-moe-int4: ", "qwen3-hybrid: "] {
         assert!(stdout.lines().any(|line| line.starts_with(model)), "{stdout}");
     }
 }
