@@ -141,7 +141,7 @@ sanitize)
         forward=(./qwen3 --device cuda --dtype bf16 --max-new-tokens 3)
         start_job "$tool" qwen3 "${forward[@]}" --model tests/fixtures/qwen3 \
             --requests tests/fixtures/goldens/mixed.json "${adapters[@]}" <<< qwen3
-        for model in moe moe-int4; do
+        for model in moe moe-int4 moe-int8; do
             start_job "$tool" "qwen3-$model" "${forward[@]}" --model "tests/fixtures/qwen3-$model" \
                 --requests "tests/fixtures/goldens/$model.json" "${expert_adapters[@]}" <<< "qwen3-$model"
         done

@@ -224,7 +224,7 @@ impl Files {
         table: D::Adapters,
         sizes: Sizes,
     ) -> Model<'d, D> {
-        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let weights = Weights::new(&self.checkpoint, self.config.packing);
         let model = Model::new(device, &self.config, described, weights, table, sizes.limits.step_tokens);
         model.and_then(|model| model.stacked(STACK)).expect("the checkpoint is whole")
     }
@@ -389,13 +389,14 @@ fn goldens(files: &Files, batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32
     unscaled.map(with_tokens).collect()
 }
 
-const BATCHES: [(&str, &str, &str, usize); 8] = [
+const BATCHES: [(&str, &str, &str, usize); 9] = [
     ("base-only", "qwen3", "adapters", 3),
     ("mixed", "qwen3", "adapters", 16),
     ("one-question", "qwen3", "adapters", 10),
     ("untied", "qwen3-untied", "adapters-untied", 9),
     ("moe", "qwen3-moe", "adapters-moe", 10),
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
+    ("moe-int8", "qwen3-moe-int8", "adapters-moe", 5),
     ("moe-router", "qwen3-moe", "adapters-moe-router", 8),
     ("hybrid", "qwen3-hybrid", "adapters-hybrid", 11),
 ];
@@ -1302,6 +1303,7 @@ mod on_gpu {
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe", "adapters-moe-router");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe-int4", "adapters-moe");
+        graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-moe-int8", "adapters-moe");
         graphs_compute_what_eager_steps_do::<Cuda<bf16>>("qwen3-hybrid", "adapters-hybrid");
     }
 

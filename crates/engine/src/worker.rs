@@ -382,7 +382,7 @@ impl Setup {
 
     /// A rank's part of the model, whose adapters are in `table`.
     fn model<'d, D: Capture>(&self, device: &'d D, described: &Described, table: D::Adapters) -> Result<Model<'d, D>> {
-        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let weights = Weights::new(&self.checkpoint, self.config.packing);
         let tokens = self.sizes.limits.step_tokens;
         let model = Model::new(device, &self.config, described, weights, table, tokens)?;
         if self.stack.0 > 0 { model.stacked(self.stack) } else { Ok(model) }

@@ -494,19 +494,22 @@ struct Plain {
   __device__ float scale(int64_t, int64_t, int64_t) const { return 1.0f; }
 };
 
-// Those in 4 bits. T holds the integers exactly; the scale of a group comes after the products, in
-// f32, so that no weight is rounded. Groups are multiples of kDepth.
-template <typename T>
-struct Int4 {
-  const uint32_t* words;  // [experts, outs, cols / 8]
+// Those in 4 or 8 bits. T holds the integers exactly; the scale of a group comes after the
+// products, in f32, so that no weight is rounded. Groups are multiples of kDepth.
+template <typename T, int kBits>
+struct Packed {
+  static constexpr int kPerWord = 32 / kBits;
+  const uint32_t* words;  // [experts, outs, cols / kPerWord]
   const float* scales;    // [experts, outs, cols / group]
   int64_t group;
 
   __device__ void copy(T* shared, int64_t row, int64_t col, int64_t cols) const {
-    const uint32_t word = words[(row * cols + col) / kChunk];
+    const uint32_t* const from = words + (row * cols + col) / kPerWord;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
-      shared[i] = static_cast<T>(static_cast<float>(static_cast<int>(word >> (4 * i) & 0xf) - 8));
+      const uint32_t word = from[i / kPerWord] >> (kBits * (i % kPerWord));
+      const int integer = static_cast<int>(word & ((1u << kBits) - 1)) - (1 << (kBits - 1));
+      shared[i] = static_cast<T>(static_cast<float>(integer));
     }
   }
 

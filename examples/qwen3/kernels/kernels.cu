@@ -581,7 +581,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern "C" __global__ void __launch_bounds__(kThreads) grouped_gemm_int4_##suffix(             \
       const T* x, const uint32_t* words, const float* scales, int64_t group,                     \
       const int32_t* bounds, T* y, int64_t experts, int64_t outs, int64_t cols) {                \
-    grouped_gemm(x, Int4<T>{words, scales, group}, bounds, y, experts, outs, cols);              \
+    grouped_gemm(x, Packed<T, 4>{words, scales, group}, bounds, y, experts, outs, cols);         \
+  }                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) grouped_gemm_int8_##suffix(             \
+      const T* x, const uint32_t* words, const float* scales, int64_t group,                     \
+      const int32_t* bounds, T* y, int64_t experts, int64_t outs, int64_t cols) {                \
+    grouped_gemm(x, Packed<T, 8>{words, scales, group}, bounds, y, experts, outs, cols);         \
   }
 
 KERNELS(__nv_bfloat16, bf16)

@@ -1,4 +1,4 @@
-//! The base model's weights: safetensors in 16 or 32 bits, or 4 bits packed by compressed-tensors, in one file or
+//! The base model's weights: safetensors in 16 or 32 bits, or 4 or 8 bits packed by compressed-tensors, in one file or
 //! several with an index.
 //!
 //! Linear layers are unpacked while they are read. Experts stay as stored, because there are many of them. Files are
@@ -34,7 +34,7 @@ use serde::Deserialize;
 use crate::{
     config::Config,
     error::{Context, Result, bail},
-    experts::{ExpertWeights, ExpertsShape, Int4},
+    experts::{ExpertWeights, ExpertsShape, Packed, Packing},
     files,
     model::held,
 };
@@ -274,16 +274,17 @@ impl Checkpoint {
         }
     }
 
-    /// Reads a block of the three tensors of a matrix in 4 bits. Its columns are whole groups.
-    fn read_int4(&self, path: &str, [rows, cols]: [usize; 2], group: usize, block: &Block) -> Result<Int4> {
-        let [packed, scale, shape] = int4_tensors(path);
+    /// Reads a block of the three tensors of a packed matrix. Its columns are whole groups.
+    fn read_packed(&self, path: &str, [rows, cols]: [usize; 2], packing: Packing, block: &Block) -> Result<Packed> {
+        let [packed, scale, shape] = packed_tensors(path);
+        let (group, per_word) = (packing.group, packing.per_word());
         if !cols.is_multiple_of(group) {
             bail!("{} has {cols} columns, which are not whole groups of {group}", self.subject(&packed));
         }
-        let width = cols / Int4::PER_WORD;
+        let width = cols / per_word;
         let words = match self.find(&packed, &[rows, width])? {
             (Dtype::I32, bytes) => {
-                let block = block.packed(Int4::PER_WORD).scaled(size_of::<u32>());
+                let block = block.packed(per_word).scaled(size_of::<u32>());
                 integers(&block.of(bytes, width * size_of::<u32>()), u32::from_le_bytes)
             }
             (other, _) => bail!("{} is {other:?}, not I32", self.subject(&packed)),
@@ -296,7 +297,7 @@ impl Checkpoint {
         if stored != [i64::try_from(rows)?, i64::try_from(cols)?] {
             bail!("{} holds {stored:?}, but config.json asks for [{rows}, {cols}]", self.subject(&shape));
         }
-        Ok(Int4 { group, words, scales: self.read(&scale, &[rows, cols / group], &block.packed(group))? })
+        Ok(Packed { packing, words, scales: self.read(&scale, &[rows, cols / group], &block.packed(group))? })
     }
 
     /// An existing tensor, and its file.
@@ -313,8 +314,8 @@ fn text_name(name: &str) -> String {
     name.strip_prefix("model.language_model.").map_or_else(|| name.to_owned(), |rest| format!("model.{rest}"))
 }
 
-/// The integers, the scales and the shape of a module in 4 bits.
-fn int4_tensors(path: &str) -> [String; 3] {
+/// The integers, the scales and the shape of a packed module.
+fn packed_tensors(path: &str) -> [String; 3] {
     ["packed", "scale", "shape"].map(|part| format!("{path}.weight_{part}"))
 }
 
@@ -408,8 +409,8 @@ struct Index {
 #[derive(Debug)]
 pub struct Weights<'a> {
     checkpoint: &'a Checkpoint,
-    /// The group size of modules in 4 bits.
-    int4_group: Option<usize>,
+    /// The form of packed modules.
+    packing: Option<Packing>,
     unread: BTreeSet<&'a str>,
     /// The modules to merge, except those of experts, by the model's paths.
     modules: BTreeMap<String, &'a Module>,
@@ -422,11 +423,11 @@ pub struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     /// The base model's weights.
-    pub fn new(checkpoint: &'a Checkpoint, int4_group: Option<usize>) -> Self {
+    pub fn new(checkpoint: &'a Checkpoint, packing: Option<Packing>) -> Self {
         let is_text = |name: &&str| !OTHER_PARTS.iter().any(|part| name.starts_with(part));
         let unread = checkpoint.tensors.keys().map(String::as_str).filter(is_text).collect();
         let (modules, unmerged) = (BTreeMap::new(), BTreeSet::new());
-        Self { checkpoint, int4_group, unread, modules, unmerged, factors: None, scale: 1.0 }
+        Self { checkpoint, packing, unread, modules, unmerged, factors: None, scale: 1.0 }
     }
 
     /// The weights with `scale · scaling · B A` added in `f32` to every module of the adapter.
@@ -496,7 +497,7 @@ impl<'a> Weights<'a> {
     /// The rank's part of the weights of one projection of all experts: separate modules of each expert, each of this
     /// shape, or one tensor for all. The experts of other ranks are theirs to read.
     ///
-    /// They stay in 4 bits if all are stored in 4 bits, no adapter is merged and the rank's columns are whole groups.
+    /// They stay packed if all are stored so, no adapter is merged and the rank's columns are whole groups.
     ///
     /// # Errors
     ///
@@ -521,16 +522,17 @@ impl<'a> Weights<'a> {
         };
         for module in [modules_of(0..held.start), modules_of(held.end..experts)].concat() {
             self.ignore(&format!("{module}.weight"));
-            int4_tensors(&module).iter().for_each(|name| self.ignore(name));
+            packed_tensors(&module).iter().for_each(|name| self.ignore(name));
         }
         let modules = modules_of(held.clone());
         let stay = self.factors.is_none() && modules.iter().all(|module| self.packed(module).is_some());
-        if let Some(group) = self.int4_group.filter(|&group| stay && block.cols == block.widened(group).cols) {
-            let mut all = Int4 { group, words: Vec::new(), scales: Vec::new() };
+        let is_whole = |packing: &Packing| block.cols == block.widened(packing.group).cols;
+        if let Some(packing) = self.packing.filter(|packing| stay && is_whole(packing)) {
+            let mut all = Packed { packing, words: Vec::new(), scales: Vec::new() };
             for module in &modules {
-                all.append(self.read_int4(module, whole, group, &block)?);
+                all.append(self.read_packed(module, whole, packing, &block)?);
             }
-            return Ok((shape, ExpertWeights::Int4(all)));
+            return Ok((shape, ExpertWeights::Packed(all)));
         }
         let fused = format!("{path}.{}", projection.fused);
         let is_fused = self.checkpoint.tensors.contains_key(&fused);
@@ -606,26 +608,26 @@ impl<'a> Weights<'a> {
 
     /// A block of a module's weight in any stored form.
     fn matrix(&mut self, path: &str, shape: [usize; 2], block: &Block) -> Result<Vec<f32>> {
-        let Some(group) = self.packed(path) else { return self.read(&format!("{path}.weight"), &shape, block) };
-        let groups = block.widened(group);
-        let values: Vec<f32> = self.read_int4(path, shape, group, &groups)?.values().collect();
+        let Some(packing) = self.packed(path) else { return self.read(&format!("{path}.weight"), &shape, block) };
+        let groups = block.widened(packing.group);
+        let values: Vec<f32> = self.read_packed(path, shape, packing, &groups)?.values().collect();
         let width = groups.cols.len();
         let cols = block.cols.start - groups.cols.start..block.cols.end - groups.cols.start;
         Ok(Block { rows: iter::once(0..values.len() / width).collect(), cols }.of(&values, width).into_owned())
     }
 
-    fn read_int4(&mut self, path: &str, shape: [usize; 2], group: usize, block: &Block) -> Result<Int4> {
-        let values = self.checkpoint.read_int4(path, shape, group, block)?;
-        for name in int4_tensors(path) {
+    fn read_packed(&mut self, path: &str, shape: [usize; 2], packing: Packing, block: &Block) -> Result<Packed> {
+        let values = self.checkpoint.read_packed(path, shape, packing, block)?;
+        for name in packed_tensors(path) {
             self.note(&name);
         }
         Ok(values)
     }
 
-    /// The group size of a module in 4 bits.
-    fn packed(&self, path: &str) -> Option<usize> {
-        let [packed, ..] = int4_tensors(path);
-        self.int4_group.filter(|_| self.checkpoint.tensors.contains_key(&packed))
+    /// The form of a module, if it is packed.
+    fn packed(&self, path: &str) -> Option<Packing> {
+        let [packed, ..] = packed_tensors(path);
+        self.packing.filter(|_| self.checkpoint.tensors.contains_key(&packed))
     }
 }
 

@@ -13,6 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::{
     error::{Context, Result, bail},
+    experts::{Integers, Packing},
     files,
 };
 
@@ -22,8 +23,8 @@ const MAX_MIB: u64 = 4;
 /// The largest size that the kernels can index.
 const MAX_SIZE: usize = i32::MAX as usize;
 
-/// Groups of 4-bit weights must be a multiple of this, the depth of a step of the GPU's kernel.
-const INT4_GROUP_UNIT: usize = 32;
+/// Groups of packed weights must be a multiple of this, the depth of a step of the GPU's kernel.
+const GROUP_UNIT: usize = 32;
 
 /// The sizes and constants of a Qwen3 or Qwen3.5.
 #[derive(Clone, Debug)]
@@ -40,8 +41,8 @@ pub struct Config {
     pub moe: Option<Moe>,
     /// Of a `qwen3_5_moe`.
     pub hybrid: Option<Hybrid>,
-    /// If weights may be stored in 4 bits: the number of consecutive elements of a row that share a scale.
-    pub int4_group: Option<usize>,
+    /// If weights may be packed: how.
+    pub packing: Option<Packing>,
     /// The heads of attention.
     pub heads: Heads,
     /// Added to the mean square in each norm.
@@ -226,7 +227,7 @@ impl Config {
             layers,
             moe: (kind != Kind::Dense).then(|| fields.moe(kind)).transpose()?,
             hybrid: (kind == Kind::Hybrid).then(|| fields.hybrid(layers, layer_types)).transpose()?,
-            int4_group: fields.int4_group()?,
+            packing: fields.packing()?,
             heads: Heads { query, kv, dim, is_gated },
             eps,
             rotary,
@@ -425,14 +426,14 @@ impl Fields {
         Ok(())
     }
 
-    /// The group of weights in 4 bits, with sign and without a zero point, as compressed-tensors packs them. Which
+    /// The form of weights in 4 or 8 bits, with sign and without a zero point, as compressed-tensors packs them. Which
     /// weights are packed, their tensors say.
-    fn int4_group(&self) -> Result<Option<usize>> {
+    fn packing(&self) -> Result<Option<Packing>> {
         let Some(config) = self.get::<Map<String, Value>>("quantization_config")?.map(Fields) else { return Ok(None) };
         config.scheme().context("`quantization_config`").map(Some)
     }
 
-    fn scheme(&self) -> Result<usize> {
+    fn scheme(&self) -> Result<Packing> {
         self.expect("quant_method", &["compressed-tensors".into()])?;
         self.expect("format", &["pack-quantized".into()])?;
         for absent in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
@@ -444,19 +445,20 @@ impl Fields {
             bail!("`config_groups` are not one, which is what is implemented");
         };
         let group = Self(serde_json::from_value(group).context(format_args!("`config_groups.{name}`"))?);
-        group.int4_weights().context(format_args!("`config_groups.{name}`"))
+        group.packed_weights().context(format_args!("`config_groups.{name}`"))
     }
 
-    fn int4_weights(&self) -> Result<usize> {
+    fn packed_weights(&self) -> Result<Packing> {
         self.expect("format", &[Value::Null, "pack-quantized".into()])?;
         for absent in ["input_activations", "output_activations"] {
             self.expect(absent, &[Value::Null])?;
         }
-        Self(self.require("weights")?).int4().context("`weights`")
+        Self(self.require("weights")?).packed().context("`weights`")
     }
 
-    fn int4(&self) -> Result<usize> {
-        self.expect("num_bits", &[4.into()])?;
+    fn packed(&self) -> Result<Packing> {
+        self.expect("num_bits", &[4.into(), 8.into()])?;
+        let integers = if self.size("num_bits")? == 4 { Integers::Int4 } else { Integers::Int8 };
         self.expect("type", &["int".into()])?;
         self.expect("symmetric", &[true.into()])?;
         self.expect("strategy", &["group".into()])?;
@@ -464,10 +466,10 @@ impl Fields {
         // These keep the order of weights; `group` does not.
         self.expect("actorder", &[Value::Null, false.into(), "static".into(), "weight".into()])?;
         let group = self.size("group_size")?;
-        if !group.is_multiple_of(INT4_GROUP_UNIT) {
-            bail!("`group_size` is {group}; multiples of {INT4_GROUP_UNIT} are implemented");
+        if !group.is_multiple_of(GROUP_UNIT) {
+            bail!("`group_size` is {group}; multiples of {GROUP_UNIT} are implemented");
         }
-        Ok(group)
+        Ok(Packing { integers, group })
     }
 
     /// Refuses a field with any other value. An absent field is null.

@@ -1,7 +1,7 @@
 //! The experts of the base model: two formats of weights behind one trait that multiplies with them.
 //!
 //! LoRA does not depend on the format. Both bases get the same deltas, so their results differ only by the rounding of
-//! the weights to 4 bits.
+//! the weights to 4 or 8 bits.
 
 use std::borrow::Cow;
 
@@ -42,32 +42,55 @@ pub struct ExpertsShape {
 pub enum ExpertWeights<'a, T: Clone> {
     /// In parts that follow each other.
     Plain(Vec<Cow<'a, [T]>>),
-    /// 4 bits each, with scales.
-    Int4(Int4),
+    /// 4 or 8 bits each, with scales.
+    Packed(Packed),
 }
 
-/// A matrix in 4 bits with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the
-/// scale of its group, exactly, as no kernel rounds that product.
-#[derive(Clone, Debug)]
-pub struct Int4 {
+/// The integers of packed weights, which have a sign.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Integers {
+    /// Of 4 bits.
+    Int4 = 4,
+    /// Of 8 bits.
+    Int8 = 8,
+}
+
+/// How weights are packed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Packing {
+    /// What stands for the elements.
+    pub integers: Integers,
     /// Consecutive elements of a row that share a scale. Rows are whole groups.
     pub group: usize,
-    /// `[rows, cols / 8]`: the first of eight in the lowest bits, each plus 8.
+}
+
+impl Packing {
+    /// Elements in a word.
+    pub(crate) const fn per_word(self) -> usize {
+        u32::BITS as usize / self.integers as usize
+    }
+}
+
+/// A matrix of integers with sign, which compressed-tensors calls "pack-quantized": an element is its integer times the
+/// scale of its group, exactly, as no kernel rounds that product.
+#[derive(Clone, Debug)]
+pub struct Packed {
+    /// Its form.
+    pub packing: Packing,
+    /// `[rows, cols / per_word]`: the first of a word in the lowest bits, each plus half of the integers' number.
     pub(crate) words: Vec<u32>,
     /// `[rows, cols / group]`
     pub scales: Vec<f32>,
 }
 
-impl Int4 {
-    /// Elements in a word.
-    pub(crate) const PER_WORD: usize = 8;
-
+impl Packed {
     /// The elements of consecutive groups.
     pub fn values(&self) -> impl Iterator<Item = f32> {
-        let words = self.words.chunks_exact(self.group / Self::PER_WORD);
-        words
-            .zip(&self.scales)
-            .flat_map(|(words, &scale)| words.iter().flat_map(integers).map(move |integer| integer * scale))
+        let Packing { integers, group } = self.packing;
+        let words = self.words.chunks_exact(group / self.packing.per_word());
+        words.zip(&self.scales).flat_map(move |(words, &scale)| {
+            words.iter().flat_map(move |&word| values_of(word, integers)).map(move |integer| integer * scale)
+        })
     }
 
     /// The rows of both matrices, this one's first.
@@ -78,17 +101,18 @@ impl Int4 {
 
     /// Splits the matrix into matrices of `rows` rows each; the last one has the remaining rows.
     pub fn split(&self, rows: usize, cols: usize) -> impl Iterator<Item = Self> {
-        let words = self.words.chunks(rows * cols / Self::PER_WORD);
-        let scales = self.scales.chunks(rows * cols / self.group);
+        let words = self.words.chunks(rows * cols / self.packing.per_word());
+        let scales = self.scales.chunks(rows * cols / self.packing.group);
         words.zip(scales).map(|(words, scales)| Self {
-            group: self.group,
+            packing: self.packing,
             words: words.to_vec(),
             scales: scales.to_vec(),
         })
     }
 }
 
-fn integers(word: &u32) -> impl Iterator<Item = f32> {
-    let word = *word;
-    (0..Int4::PER_WORD).map(move |place| (word >> (4 * place) & 0xf) as f32 - 8.0)
+fn values_of(word: u32, integers: Integers) -> impl Iterator<Item = f32> {
+    let bits = integers as u32;
+    let zero = (1 << (bits - 1)) as f32;
+    (0..u32::BITS / bits).map(move |place| (word >> (bits * place) & ((1 << bits) - 1)) as f32 - zero)
 }

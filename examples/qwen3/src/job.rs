@@ -187,7 +187,7 @@ impl Job {
         let Self { expert_parallel, fully_sharded, .. } = *self;
         rank.agree(&[("--ep", expert_parallel), ("--fully-sharded-loras", fully_sharded)])?;
         let described = describe(&self.config, Split { tp: rank.tp(), expert_parallel, fully_sharded })?;
-        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let weights = Weights::new(&self.checkpoint, self.config.packing);
         let (mut pool, (table, slots)): (Option<Box<dyn Batches<D>>>, _) = match self.pool {
             None => (None, load(device, &described.model, &self.adapters, tokens, rank)?),
             Some(config) => {
@@ -285,7 +285,7 @@ impl Job {
         generations: &[Generation],
     ) -> Result<Vec<Moved>> {
         let tokens = self.requests.iter().map(|request| request.prompt.len()).sum();
-        let weights = Weights::new(&self.checkpoint, self.config.int4_group);
+        let weights = Weights::new(&self.checkpoint, self.config.packing);
         let (table, _) = load(device, &described.model, &[], tokens, rank)?;
         let model = Model::new(device, &self.config, described, weights, table, tokens)?.stacked(STACK)?;
         let mut moved: Vec<Option<Moved>> = vec![None; generations.len()];

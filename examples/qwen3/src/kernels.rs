@@ -152,7 +152,7 @@ pub mod grouped_gemm {
         pub shared_bytes: usize,
     }
 
-    /// Of `grouped_gemm` and `grouped_gemm_int4`: `kTileRows` and `kTileOuts`.
+    /// Of `grouped_gemm`, `grouped_gemm_int4` and `grouped_gemm_int8`: `kTileRows` and `kTileOuts`.
     pub const SIMPLE: Tile = Tile { rows: 32, outs: 64, threads: super::THREADS, shared_bytes: 0 };
 
     /// Of `grouped_gemm_16x32` and so on, by rows and outputs: `FewGemm`, `NarrowGemm`, `MiddleGemm` and `WideGemm`.

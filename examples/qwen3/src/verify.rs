@@ -44,7 +44,7 @@ pub(crate) fn verify<D: Device<Elem = f32>>(
         let alike = |other: &Request| (other.adapter, other.scale) == (request.adapter, request.scale);
         let alike: Vec<usize> = (index..requests.len()).filter(|&other| alike(&requests[other])).collect();
         let tokens = alike.iter().map(|&index| requests[index].prompt.len()).max().unwrap_or(0);
-        let weights = Weights::new(checkpoint, config.int4_group);
+        let weights = Weights::new(checkpoint, config.packing);
         let (name, weights) = match request.adapter {
             None => ("", Ok(weights)),
             Some(adapter) => {

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::{Cpu, PANEL_ROWS, Panels, Tensor, Weight, fill, product, round, softmax};
 use crate::{
     error::Result,
-    experts::{ExpertWeights, ExpertsShape, GroupedGemm, Int4},
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm, Packed},
 };
 
 /// The experts that each token chose, and the routes to those of this rank, sorted by expert.
@@ -85,10 +85,12 @@ pub(super) fn new<T: Element>(shape: ExpertsShape, weights: ExpertWeights<'_, T>
             let experts = values.chunks_exact(out_features * in_features);
             Box::new(Vec::from_iter(experts.map(|values| Weight::new(out_features, in_features, values))))
         }
-        ExpertWeights::Int4(int4) => Box::new(Vec::from_iter(int4.split(out_features, in_features).map(|expert| {
-            let panels = expert.split(PANEL_ROWS, in_features).collect();
-            Int4Weight { rows: out_features, cols: in_features, panels }
-        }))),
+        ExpertWeights::Packed(packed) => {
+            Box::new(Vec::from_iter(packed.split(out_features, in_features).map(|expert| {
+                let panels = expert.split(PANEL_ROWS, in_features).collect();
+                PackedWeight { rows: out_features, cols: in_features, panels }
+            })))
+        }
     }
 }
 
@@ -108,14 +110,14 @@ impl<T: Element, W: Panels> GroupedGemm<Cpu<T>> for Vec<W> {
     }
 }
 
-/// A weight in 4 bits, of which a product unpacks one panel at a time.
-struct Int4Weight {
+/// A packed weight, of which a product unpacks one panel at a time.
+struct PackedWeight {
     rows: usize,
     cols: usize,
-    panels: Vec<Int4>,
+    panels: Vec<Packed>,
 }
 
-impl Panels for Int4Weight {
+impl Panels for PackedWeight {
     fn shape(&self) -> (usize, usize) {
         (self.rows, self.cols)
     }

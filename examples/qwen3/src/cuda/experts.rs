@@ -19,7 +19,7 @@ use super::{
 use crate::{
     device::Device as _,
     error::Result,
-    experts::{ExpertWeights, ExpertsShape, GroupedGemm},
+    experts::{ExpertWeights, ExpertsShape, GroupedGemm, Integers, Packing},
 };
 
 /// A grouped GEMM of `experts.cuh`.
@@ -171,11 +171,11 @@ pub(super) fn new<T: Element + DeviceRepr>(
         ExpertWeights::Plain(parts) => {
             Box::new(Plain { shape, weights: device.weight(rows, shape.in_features, &parts)? })
         }
-        ExpertWeights::Int4(int4) => Box::new(Int4 {
+        ExpertWeights::Packed(packed) => Box::new(Packed {
             shape,
-            group: int4.group,
-            words: device.upload(rows, int4.words.len() / rows, &int4.words)?,
-            scales: device.upload(rows, int4.scales.len() / rows, &int4.scales)?,
+            packing: packed.packing,
+            words: device.upload(rows, packed.words.len() / rows, &packed.words)?,
+            scales: device.upload(rows, packed.scales.len() / rows, &packed.scales)?,
         }),
     })
 }
@@ -246,9 +246,9 @@ impl<T: Element + DeviceRepr> Plain<T> {
     }
 }
 
-struct Int4 {
+struct Packed {
     shape: ExpertsShape,
-    group: usize,
+    packing: Packing,
     words: Matrix<u32>,
     scales: Matrix<f32>,
 }
@@ -278,12 +278,16 @@ impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
     }
 }
 
-impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Int4 {
+impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Packed {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
-        let tiled = &device.functions.grouped_gemm_int4;
+        let Packing { integers, group } = self.packing;
+        let tiled = match integers {
+            Integers::Int4 => &device.functions.grouped_gemm_int4,
+            Integers::Int8 => &device.functions.grouped_gemm_int8,
+        };
         let mut kernel = device.kernel(&tiled.function);
-        kernel.arg(&x.address).arg(&self.words.address).arg(&self.scales.address).arg(&self.group);
+        kernel.arg(&x.address).arg(&self.words.address).arg(&self.scales.address).arg(&group);
         multiply(tiled, kernel, self.shape, routes, &mut y)?;
         Ok(y)
     }

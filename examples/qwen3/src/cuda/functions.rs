@@ -35,6 +35,7 @@ pub(super) struct Functions {
     pub(super) route_few: Option<CudaFunction>,
     pub(super) grouped_gemm: GroupedGemms,
     pub(super) grouped_gemm_int4: Tiled,
+    pub(super) grouped_gemm_int8: Tiled,
     pub(super) combine: CudaFunction,
     pub(super) delta_net: DeltaNetFunctions,
 }
@@ -57,6 +58,7 @@ impl Functions {
             route_few: (dtype != DType::F32).then(|| function("route_few")).transpose()?,
             grouped_gemm: GroupedGemms::load(dtype, module)?,
             grouped_gemm_int4: Tiled { function: function("grouped_gemm_int4")?, tile: grouped_gemm::SIMPLE },
+            grouped_gemm_int8: Tiled { function: function("grouped_gemm_int8")?, tile: grouped_gemm::SIMPLE },
             combine: function("combine")?,
             delta_net: DeltaNetFunctions::load(dtype, module)?,
         })

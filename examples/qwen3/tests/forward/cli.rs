@@ -358,7 +358,7 @@ fn quantizations_that_the_forward_does_not_implement_are_refused_by_name() {
         ("/quantization_config", "kv_cache_scheme", json!({ "num_bits": 8 })),
         ("/quantization_config", "config_groups", json!({})),
         (group, "input_activations", json!({ "num_bits": 8 })),
-        (weights, "num_bits", json!(8)),
+        (weights, "num_bits", json!(3)),
         (weights, "type", json!("float")),
         (weights, "symmetric", json!(false)),
         (weights, "strategy", json!("channel")),
@@ -397,6 +397,10 @@ fn weights_in_4_bits_that_are_not_the_models_are_named() {
         config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(96);
     });
     refuses(["--model", &coarse], &["model.safetensors", "weight_packed", "groups of 96"]);
+    let wide = files.model_like("qwen3-moe-int4", "wide", |config| {
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = json!(8);
+    });
+    refuses(["--model", &wide], &["model.safetensors", "weight_packed", "[64, 8]", "[64, 16]"]);
     // Without the configuration, nothing declares weights in 4 bits.
     let unsaid = files.model_like("qwen3-moe-int4", "unsaid", |config| {
         config.remove("quantization_config");

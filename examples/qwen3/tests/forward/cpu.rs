@@ -21,8 +21,8 @@ tests! {
     base_requests_keep_every_bit_whatever_adapters_are_there => goldens::base_requests_keep_every_bit(DEVICE, &BATCHES);
     a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
     a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &POOL);
-    int4_differs_by_the_rounding_of_its_weights_alone =>
-        moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, 0.0);
+    packed_weights_differ_by_their_rounding_alone =>
+        moe::packed_weights_differ_by_their_rounding_alone(DEVICE, 0.0);
     groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, 0.0);
     experts_of_any_size_verify => moe::experts_are_those_of_the_cpu(DEVICE);
     the_text_part_of_a_larger_model_is_the_same => hybrid::the_text_part_of_a_larger_model_is_the_same(DEVICE, 0.0);
@@ -72,7 +72,7 @@ fn what_experts_weigh_need_not_be_normalized() {
 
 #[test]
 fn a_request_gets_from_a_pool_what_it_gets_from_a_table() {
-    for batch in ["mixed", "untied", "moe-int4", "hybrid"] {
+    for batch in ["mixed", "untied", "moe-int4", "moe-int8", "hybrid"] {
         let (model, adapters) = models(batch);
         let pooled = run_with(DEVICE, model, &all_in(adapters), "f32", &requests(batch), &POOL);
         for (index, (pooled, answer)) in pooled.iter().zip(answers(DEVICE, batch, "f32").iter()).enumerate() {

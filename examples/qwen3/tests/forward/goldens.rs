@@ -20,10 +20,10 @@ pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 /// The least by which an effective adapter changes the logits.
 pub(crate) const FLOOR: f32 = 0.5;
 
-/// The last four are a model with experts, the same with weights in 4 bits, and with adapters that change its routers;
-/// and one that also has gated delta nets.
-pub(crate) const BATCHES: [&str; 8] =
-    ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-router", "hybrid"];
+/// The last five are a model with experts, the same with weights in 4 and in 8 bits, and with adapters that change its
+/// routers; and one that also has gated delta nets.
+pub(crate) const BATCHES: [&str; 9] =
+    ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-int8", "moe-router", "hybrid"];
 
 /// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and
 /// 0.023, for models with experts on the CPU. Each side's rounding alone may reach these bounds.
@@ -37,12 +37,13 @@ fn most_by_rounding(dtype: &str) -> f32 {
 
 /// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the
 /// same kv head.
-const RANKS: [(&str, usize); 11] = [
+const RANKS: [(&str, usize); 12] = [
     ("base-only", 2),
     ("mixed", 2),
     ("one-question", 2),
     ("moe", 2),
     ("moe-int4", 2),
+    ("moe-int8", 2),
     ("moe-router", 2),
     ("hybrid", 2),
     ("mixed", 4),
@@ -52,8 +53,8 @@ const RANKS: [(&str, usize); 11] = [
 ];
 
 /// The batches of models with 8 experts, and the ranks that these are spread over.
-const EXPERT_PARALLEL: [(&str, usize); 6] =
-    [("moe", 2), ("moe-int4", 2), ("moe-router", 2), ("hybrid", 2), ("moe", 4), ("moe-int4", 4)];
+const EXPERT_PARALLEL: [(&str, usize); 7] =
+    [("moe", 2), ("moe-int4", 2), ("moe-int8", 2), ("moe-router", 2), ("hybrid", 2), ("moe", 4), ("moe-int4", 4)];
 
 /// How the ranks of a group split a model and its adapters.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -264,6 +265,7 @@ pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
         "untied" => ("qwen3-untied", "adapters-untied"),
         "moe" => ("qwen3-moe", "adapters-moe"),
         "moe-int4" => ("qwen3-moe-int4", "adapters-moe"),
+        "moe-int8" => ("qwen3-moe-int8", "adapters-moe"),
         "moe-router" => ("qwen3-moe", "adapters-moe-router"),
         "hybrid" => ("qwen3-hybrid", "adapters-hybrid"),
         _ => ("qwen3", "adapters"),

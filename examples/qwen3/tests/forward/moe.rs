@@ -1,4 +1,4 @@
-//! The example `qwen3` on experts, on any device: 4-bit weights against their unpacked values, and models of odd sizes.
+//! The example `qwen3` on experts, on any device: packed weights against their unpacked values, and models of odd sizes.
 
 use std::{
     fs,
@@ -17,16 +17,23 @@ use super::{
     process::{fixture, qwen3},
 };
 
-/// Adapters change the logits of a model in 4 bits as they change those of its unpacked weights. The two bases are
-/// equal, so the rounding to 4 bits is the only difference from the original model.
+/// Adapters change the logits of a model in 4 or 8 bits as they change those of its unpacked weights. The two bases are
+/// equal, so the rounding of the weights is the only difference from the original model.
 ///
 /// On the CPU they are bit-identical, because both multiply the same numbers in the same order: the tolerance is 0.
-pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, tolerance: f32) {
+pub(crate) fn packed_weights_differ_by_their_rounding_alone(device: &str, tolerance: f32) {
+    for (bits, least) in [(4, 10.0 * F32_TOLERANCE), (8, F32_TOLERANCE)] {
+        differs_by_rounding_alone(bits, least, device, tolerance);
+    }
+}
+
+/// Rounding to so many bits moves the logits by `least` or more.
+fn differs_by_rounding_alone(bits: usize, least: f32, device: &str, tolerance: f32) {
     let files = Files::new();
-    let model = fixture("qwen3-moe-int4");
+    let model = fixture(&format!("qwen3-moe-int{bits}"));
     let unpacked = files.copy(&model, "unpacked");
-    unpack(&unpacked, 32);
-    let (with, adapters) = (requests("moe-int4"), all_in("adapters-moe"));
+    unpack(&unpacked, Packing { bits, group: 32 });
+    let (with, adapters) = (requests(&format!("moe-int{bits}")), all_in("adapters-moe"));
     let without: Vec<Value> = with.iter().map(without_adapter).collect();
     let logits = |model: &Path, requests: &[Value]| {
         let answers = run(device, &model.display().to_string(), &adapters, "f32", requests, false);
@@ -51,19 +58,23 @@ pub(crate) fn int4_differs_by_the_rounding_of_its_weights_alone(device: &str, to
         );
     }
     let rounded = largest_difference(&base[0], &logits(&fixture("qwen3-moe"), &without)[0]);
-    assert!(rounded > 10.0 * F32_TOLERANCE, "rounding to 4 bits moves the logits by {rounded} only");
-    println!(
-        "int4 on {device}: rounding to 4 bits moves the logits by up to {rounded}, and no adapter's delta otherwise"
-    );
+    assert!(rounded > least, "rounding to {bits} bits moves the logits by {rounded} only");
+    println!("{bits} bits on {device}: rounding moves the logits by up to {rounded}, and no adapter's delta otherwise");
 }
 
 /// Groups of large models' sizes, several steps of a kernel each. Without an adapter, and with one of all experts.
 pub(crate) fn groups_of_128_are_what_they_unpack_to(device: &str, tolerance: f32) {
+    for bits in [4, 8] {
+        groups_are_what_they_unpack_to(Packing { bits, group: 128 }, device, tolerance);
+    }
+}
+
+fn groups_are_what_they_unpack_to(packing: Packing, device: &str, tolerance: f32) {
     let files = Files::new();
     let sizes = Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 };
-    let model = files.random_model("packed", sizes, Some(128));
+    let model = files.random_model("packed", sizes, Some(packing));
     let unpacked = files.copy(Path::new(&model), "unpacked");
-    unpack(&unpacked, 128);
+    unpack(&unpacked, packing);
     let adapter = files.adapter("adapter", sizes);
     let adapted = questions().into_iter().map(|mut request| {
         request["adapter"] = json!("adapter");
@@ -91,15 +102,16 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
         (Sizes { hidden: 33, inter: 17, experts: 7, top_k: 1 }, None),
         (Sizes { hidden: 64, inter: 96, experts: 130, top_k: 8 }, None),
-        (Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 }, Some(128)),
-        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(32)),
+        (Sizes { hidden: 256, inter: 128, experts: 5, top_k: 3 }, Some(Packing { bits: 4, group: 128 })),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(Packing { bits: 4, group: 32 })),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(Packing { bits: 8, group: 32 })),
     ];
-    for (sizes, group) in cases {
+    for (sizes, packing) in cases {
         for dtype in ["f32", "bf16", "f16"] {
             let top_k = if dtype == "f32" { sizes.top_k } else { sizes.experts };
             let sizes = Sizes { top_k, ..sizes };
             let files = Files::new();
-            let model = files.random_model("model", sizes, group);
+            let model = files.random_model("model", sizes, packing);
             let here = run(device, &model, &[], dtype, &questions(), true);
             if device == "cpu" {
                 // `--verify` has checked it.
@@ -111,24 +123,25 @@ pub(crate) fn experts_are_those_of_the_cpu(device: &str) {
                 let [a, b] = [here, cpu].map(|answer| &answer.logits[..answer.vocab]);
                 let difference = largest_difference(a, b);
                 let bound = if dtype == "f32" { F32_TOLERANCE } else { 2.0 * here.tolerance };
-                assert!(difference <= bound, "{sizes:?} {group:?} {dtype}, request {index}: {difference} > {bound}");
+                assert!(difference <= bound, "{sizes:?} {packing:?} {dtype}, request {index}: {difference} > {bound}");
             }
         }
     }
 }
 
 /// Models whose experts two ranks cannot share evenly, with an adapter of all experts: the logits of one rank. Also
-/// where a rank has a single expert, and in 4 bits.
+/// where a rank has a single expert, and in 4 and 8 bits.
 pub(crate) fn expert_parallel_ranks_are_one_rank(device: &str) {
     let cases = [
         (Sizes { hidden: 72, inter: 40, experts: 3, top_k: 2 }, None),
         (Sizes { hidden: 64, inter: 17, experts: 2, top_k: 1 }, None),
         (Sizes { hidden: 64, inter: 96, experts: 131, top_k: 8 }, None),
-        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(32)),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(Packing { bits: 4, group: 32 })),
+        (Sizes { hidden: 96, inter: 160, experts: 9, top_k: 4 }, Some(Packing { bits: 8, group: 32 })),
     ];
-    for (sizes, group) in cases {
+    for (sizes, packing) in cases {
         let files = Files::new();
-        let (model, adapter) = (files.random_model("model", sizes, group), files.adapter("adapter", sizes));
+        let (model, adapter) = (files.random_model("model", sizes, packing), files.adapter("adapter", sizes));
         let requests: Vec<Value> = questions().into_iter().flat_map(|request| both(&request)).collect();
         let [ranks, one] = [&["--tp", "2", "--ep"][..], &[]]
             .map(|further| run_with(device, &model, slice::from_ref(&adapter), "f32", &requests, further));
@@ -136,7 +149,7 @@ pub(crate) fn expert_parallel_ranks_are_one_rank(device: &str) {
             // A random model's greedy tokens soon diverge.
             let [a, b] = [ranks, one].map(|answer| &answer.logits[..answer.vocab]);
             let difference = largest_difference(a, b);
-            assert!(difference <= F32_TOLERANCE, "{sizes:?} {group:?}, request {index}: {difference}");
+            assert!(difference <= F32_TOLERANCE, "{sizes:?} {packing:?}, request {index}: {difference}");
         }
         for answers in ranks.chunks_exact(2) {
             let [base, adapted] = [&answers[0], &answers[1]].map(|answer| &answer.logits[..answer.vocab]);
@@ -178,6 +191,13 @@ fn questions() -> Vec<Value> {
 
 const VOCAB: usize = 48;
 
+/// The bits of an integer, and the elements that share a scale.
+#[derive(Clone, Copy, Debug)]
+struct Packing {
+    bits: usize,
+    group: usize,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     hidden: usize,
@@ -187,8 +207,8 @@ struct Sizes {
 }
 
 impl Files {
-    /// A random model of two layers with experts. If a group size is given, its linear layers are in 4 bits.
-    fn random_model(&self, name: &str, sizes: Sizes, group: Option<usize>) -> String {
+    /// A random model of two layers with experts, whose linear layers may be packed.
+    fn random_model(&self, name: &str, sizes: Sizes, packing: Option<Packing>) -> String {
         let Sizes { hidden, inter, experts, top_k } = sizes;
         let dir = self.copy(&fixture("qwen3-moe-int4"), name);
         edit(&dir.join("config.json"), |config| {
@@ -208,10 +228,11 @@ impl Files {
             config.insert("layer_types".into(), Value::Null);
             config.insert("norm_topk_prob".into(), json!(false));
             config.insert("eos_token_id".into(), Value::Null);
-            match group {
-                Some(group) => {
-                    let groups = &mut config["quantization_config"]["config_groups"];
-                    groups["group_0"]["weights"]["group_size"] = json!(group);
+            match packing {
+                Some(Packing { bits, group }) => {
+                    let weights = &mut config["quantization_config"]["config_groups"]["group_0"]["weights"];
+                    weights["num_bits"] = json!(bits);
+                    weights["group_size"] = json!(group);
                 }
                 None => drop(config.remove("quantization_config")),
             }
@@ -231,16 +252,17 @@ impl Files {
                 random.linear(
                     &format!("{layer}.self_attn.{module}"),
                     [out, hidden],
-                    group.filter(|group| hidden % group == 0),
+                    packing.filter(|packing| hidden % packing.group == 0),
                 );
             }
-            random.linear(&format!("{layer}.self_attn.o_proj"), [hidden, 64], group.filter(|group| 64 % group == 0));
+            let packing_of_o = packing.filter(|packing| 64 % packing.group == 0);
+            random.linear(&format!("{layer}.self_attn.o_proj"), [hidden, 64], packing_of_o);
             random.linear(&format!("{layer}.mlp.gate"), [experts, hidden], None);
             for expert in (0..experts).map(|expert| format!("{layer}.mlp.experts.{expert}")) {
                 for module in ["gate_proj", "up_proj"] {
-                    random.linear(&format!("{expert}.{module}"), [inter, hidden], group);
+                    random.linear(&format!("{expert}.{module}"), [inter, hidden], packing);
                 }
-                random.linear(&format!("{expert}.down_proj"), [hidden, inter], group);
+                random.linear(&format!("{expert}.down_proj"), [hidden, inter], packing);
             }
         }
         write(&dir.join("model.safetensors"), &random.tensors);
@@ -285,21 +307,22 @@ impl Random {
         self.tensors.insert(format!("{module}.weight"), (Dtype::BF16, shape.to_vec(), values));
     }
 
-    fn linear(&mut self, module: &str, [rows, cols]: [usize; 2], group: Option<usize>) {
+    fn linear(&mut self, module: &str, [rows, cols]: [usize; 2], packing: Option<Packing>) {
         let size = 2.0 / (cols as f32).sqrt();
-        let Some(group) = group else { return self.plain(module, &[rows, cols], size) };
-        self.plain(module, &[rows, cols / group], size / 8.0);
+        let Some(Packing { bits, group }) = packing else { return self.plain(module, &[rows, cols], size) };
+        self.plain(module, &[rows, cols / group], size / (1 << (bits - 1)) as f32);
         let (_, scales) = self.tensors.remove_entry(&format!("{module}.weight")).expect("it was just put there");
         self.tensors.insert(format!("{module}.weight_scale"), scales);
-        let words = (0..rows * cols / 8).flat_map(|_| self.rng.random::<u32>().to_le_bytes()).collect();
-        self.tensors.insert(format!("{module}.weight_packed"), (Dtype::I32, vec![rows, cols / 8], words));
+        let width = cols * bits / 32;
+        let words = (0..rows * width).flat_map(|_| self.rng.random::<u32>().to_le_bytes()).collect();
+        self.tensors.insert(format!("{module}.weight_packed"), (Dtype::I32, vec![rows, width], words));
         let shape = [rows, cols].iter().flat_map(|size| (*size as u64).to_le_bytes()).collect();
         self.tensors.insert(format!("{module}.weight_shape"), (Dtype::I64, vec![2], shape));
     }
 }
 
-/// Replaces weights in 4 bits by the same numbers in `f32`.
-fn unpack(dir: &Path, group: usize) {
+/// Replaces packed weights by the same numbers in `f32`.
+fn unpack(dir: &Path, Packing { bits, group }: Packing) {
     edit(&dir.join("config.json"), |config| drop(config.remove("quantization_config")));
     let path = dir.join("model.safetensors");
     let mut plain = Tensors::new();
@@ -313,12 +336,15 @@ fn unpack(dir: &Path, group: usize) {
         };
         let scales = &packed[&format!("{module}.weight_scale")].2;
         let value = |i: usize| {
-            let integer = i16::from(bytes[i / 2] >> (4 * (i % 2)) & 0xf) - 8;
+            let integer = match bits {
+                4 => i16::from(bytes[i / 2] >> (4 * (i % 2)) & 0xf) - 8,
+                _ => i16::from(bytes[i]) - 128,
+            };
             let scale = bf16::from_le_bytes([scales[i / group * 2], scales[i / group * 2 + 1]]);
             f32::from(integer) * scale.to_f32()
         };
-        let values = (0..2 * bytes.len()).flat_map(|i| value(i).to_le_bytes()).collect();
-        plain.insert(format!("{module}.weight"), (Dtype::F32, vec![shape[0], 8 * shape[1]], values));
+        let values = (0..bytes.len() * 8 / bits).flat_map(|i| value(i).to_le_bytes()).collect();
+        plain.insert(format!("{module}.weight"), (Dtype::F32, vec![shape[0], shape[1] * 32 / bits], values));
     }
     write(&path, &plain);
 }

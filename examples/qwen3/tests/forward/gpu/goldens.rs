@@ -25,8 +25,8 @@ tests! {
         goldens::base_requests_keep_every_bit(DEVICE, &["base-only"]);
     a_scale_multiplies_the_adapters_own => goldens::a_scale_multiplies_the_adapters_own(DEVICE);
     a_pool_reproduces_the_goldens => goldens::pools_reproduce_the_goldens(DEVICE, &goldens::POOL);
-    int4_differs_by_the_rounding_of_its_weights_alone =>
-        moe::int4_differs_by_the_rounding_of_its_weights_alone(DEVICE, goldens::F32_TOLERANCE);
+    packed_weights_differ_by_their_rounding_alone =>
+        moe::packed_weights_differ_by_their_rounding_alone(DEVICE, goldens::F32_TOLERANCE);
     groups_of_128_are_what_they_unpack_to => moe::groups_of_128_are_what_they_unpack_to(DEVICE, goldens::F32_TOLERANCE);
     experts_are_those_of_the_cpu => moe::experts_are_those_of_the_cpu(DEVICE);
     the_text_part_of_a_larger_model_is_the_same => hybrid::the_text_part_of_a_larger_model_is_the_same(DEVICE, 0.0);
