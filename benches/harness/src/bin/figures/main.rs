@@ -130,7 +130,7 @@ struct Arguments {
     /// The ranks of adapters, which change all linear layers of a layer. Prefills have the first
     #[arg(long, value_delimiter = ',', default_values_t = [16, 64])]
     ranks: Vec<usize>,
-    /// The adapters that the stack has room for, of the largest rank; 0 for no stack
+    /// The adapters that the stack has room for, of the first rank; 0 for no stack
     #[arg(long, default_value_t = 8)]
     stack: usize,
     /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed
@@ -349,7 +349,7 @@ fn measure_model(
     let pool = PoolConfig::arena_bytes(arena_bytes).host_bytes(2 * most_bytes.max(1 << 20)).packers(16);
     let (pool, table) = device.pool(&described.model, capacity, pool)?;
     let model = random_model(device, &config, &described, table, max_tokens)?;
-    let model = if arguments.stack > 0 { model.stacked((arguments.stack, max_rank))? } else { model };
+    let model = if arguments.stack > 0 { model.stacked((arguments.stack, arguments.ranks[0]))? } else { model };
     record.print(&format!(
         "\n{name}: random weights and adapters in {:.1} s; an adapter of rank {most} has {} MB",
         start.elapsed().as_secs_f64(),
@@ -789,7 +789,7 @@ impl Timer<'_, '_> {
                 };
                 let slots: Vec<Slot> = leases.iter().map(Lease::slot).cycle().take(batch).collect();
                 for ((kind, _, graph), own) in kinds.iter_mut().zip(&without) {
-                    if *kind == Base::Stacked && count > self.arguments.stack {
+                    if *kind == Base::Stacked && (count > self.arguments.stack || rank > self.arguments.ranks[0]) {
                         continue;
                     }
                     self.time((graph, &adapters.pool), &slots, (count, rank, *kind), &[without[0], *own], record)?;
