@@ -209,7 +209,8 @@ const HOPPER: Measured = Measured {
     max_wide_shrink: 8,
     max_wide_expand: 9,
     base_to_factors: [[[1, 1], [3, 3]], [[2, 1], [5, 3]]],
-    least_stacked: 32,
+    base_to_factors_stacked: 5,
+    least_stacked: 16,
     stacked_any_rank: 512,
     stacked_rank: 32,
     trigger_boxes: 16,
@@ -285,7 +286,9 @@ pub(super) struct Measured {
     /// tokens, and with more; where blocks share rows and read x once, and elsewhere; of other layers, and of down, which
     /// has at least twice as many input features as outputs.
     pub(super) base_to_factors: [[[usize; 2]; 2]; 2],
-    /// Otherwise it is stacked from so many tokens on. Of fewer than 32 there is no measurement.
+    /// Where the layer has a stack, at least so many times, with more than 16 tokens and but for down.
+    pub(super) base_to_factors_stacked: usize,
+    /// Otherwise it is stacked from so many tokens on.
     pub(super) least_stacked: usize,
     /// With more tokens than the former, up to the latter rank: with higher ranks, the rows of a stack cost a GEMM of
     /// many tokens more than launches for deltas.
@@ -321,8 +324,16 @@ impl Measured {
         self.max_blocks[usize::from(grouped_by != GroupedBy::EachOperation)]
     }
 
-    pub(super) fn base_to_factors(&self, num_tokens: usize, reads_input_once: bool, is_down: bool) -> usize {
-        self.base_to_factors[usize::from(num_tokens > 16)][usize::from(!reads_input_once)][usize::from(is_down)]
+    pub(super) fn base_to_factors(
+        &self,
+        num_tokens: usize,
+        reads_input_once: bool,
+        is_down: bool,
+        has_stack: bool,
+    ) -> usize {
+        let is_many = num_tokens > 16;
+        let times = self.base_to_factors[usize::from(is_many)][usize::from(!reads_input_once)][usize::from(is_down)];
+        if has_stack && is_many && !is_down { times.max(self.base_to_factors_stacked) } else { times }
     }
 
     pub(super) fn is_fastest_stacked(&self, num_tokens: usize, stack_rank: usize) -> bool {

@@ -84,7 +84,7 @@ fn plans_of_any_batch_do_not_wrap() {
     assert_eq!(plan.fastest_mode(1, MOST, Some(&fused), None), Mode::First);
     let stacked = |tokens, rank| plan.fastest_mode(tokens, 1, None, Some(rank)) == Mode::Stacked;
     assert_eq!(
-        [(31, 16), (32, 16), (512, MOST), (513, 32), (513, 33)].map(|(tokens, rank)| stacked(tokens, rank)),
+        [(15, 16), (16, 16), (512, MOST), (513, 32), (513, 33)].map(|(tokens, rank)| stacked(tokens, rank)),
         [false, true, true, true, false]
     );
     let plan = ExpertsPlan::new(&model[experts], DType::BF16, capacity).unwrap().on(device);

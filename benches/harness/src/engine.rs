@@ -217,37 +217,22 @@ impl Record {
         &'a self,
         of: impl Fn(&'a Run) -> &'a [F],
         key: impl Fn(&'a F) -> K,
-    ) -> Vec<(&'a F, &'a Meta)> {
-        let mut last: Vec<(&F, &Meta)> = Vec::new();
-        for run in &self.runs {
-            for figure in of(run) {
-                match last.iter_mut().find(|(known, _)| key(known) == key(figure)) {
-                    Some(known) => *known = (figure, &run.meta),
-                    None => last.push((figure, &run.meta)),
-                }
+    ) -> Vec<&'a F> {
+        let mut last: Vec<&F> = Vec::new();
+        for figure in self.runs.iter().flat_map(of) {
+            match last.iter_mut().find(|known| key(known) == key(figure)) {
+                Some(known) => *known = figure,
+                None => last.push(figure),
             }
         }
         last
     }
 
-    fn steps(&self) -> Vec<(&Step, &Meta)> {
-        self.last(
-            |run| &run.steps,
-            |step| (&step.model, step.batch, step.context, step.adapters, step.rank, step.fused, step.stacked),
-        )
-    }
-
     /// The sizes of steps: model, context and batch.
-    fn sizes<'a>(steps: &[(&'a Step, &'a Meta)]) -> Vec<(&'a str, usize, usize)> {
-        let mut sizes: Vec<_> = steps.iter().map(|(step, _)| (step.model.as_str(), step.context, step.batch)).collect();
-        sizes.dedup();
-        let mut unique = Vec::new();
-        for size in sizes {
-            if !unique.contains(&size) {
-                unique.push(size);
-            }
-        }
-        unique
+    fn sizes(&self) -> Vec<(&str, usize, usize)> {
+        let size = |step: &'_ Step| (step.model.clone(), step.context, step.batch);
+        let steps = self.last(|run| &run.steps, size);
+        steps.into_iter().map(|step| (step.model.as_str(), step.context, step.batch)).collect()
     }
 
     fn step_table(&self) -> Table {
@@ -268,14 +253,13 @@ impl Record {
             "one each, rank 16, µs",
             "over the GEMM base, %",
         ]);
-        let steps = self.steps();
-        for (model, context, batch) in Self::sizes(&steps) {
-            let of = Of { steps: &steps, model, context, batch };
+        for (model, context, batch) in self.sizes() {
+            let of = Of { runs: &self.runs, model, context, batch };
             let mut row = vec![model.to_owned(), context.to_string(), batch.to_string()];
             for is_fused in [false, true] {
                 let base = of.find(0, 0, (is_fused, false));
                 row.push(base.map_or_else(String::new, |(step, _)| format!("{:.0}", step.p50_us)));
-                let share = |(step, meta): (&Step, &Meta)| step.bytes as f64 / meta.read_gb_per_s / 1e3 / step.p50_us;
+                let share = |(step, run): (&Step, &Run)| step.bytes as f64 / run.meta.read_gb_per_s / 1e3 / step.p50_us;
                 row.push(base.map_or_else(String::new, |base| format!("{:.2}", share(base))));
             }
             for (adapters, rank, has_own) in
@@ -301,11 +285,11 @@ impl Record {
             Table::new(&["model", "tokens", "sequences", "without, ms", "8 adapters, rank 16, ms", "added, %"]);
         let prefills =
             self.last(|run| &run.prefills, |prefill| (&prefill.model, prefill.tokens, prefill.adapters, prefill.rank));
-        for (with, _) in prefills.iter().filter(|(prefill, _)| prefill.rank == RANKS[0]) {
-            let is_base = |(prefill, _): &&(&Prefill, &Meta)| {
+        for with in prefills.iter().filter(|prefill| prefill.rank == RANKS[0]) {
+            let is_base = |prefill: &&&Prefill| {
                 (&prefill.model, prefill.tokens, prefill.adapters) == (&with.model, with.tokens, 0)
             };
-            let Some((base, _)) = prefills.iter().find(is_base) else { continue };
+            let Some(base) = prefills.iter().find(is_base) else { continue };
             table.row(vec![
                 with.model.clone(),
                 with.tokens.to_string(),
@@ -320,7 +304,7 @@ impl Record {
 
     fn host_table(&self) -> Table {
         let mut table = Table::new(&["model", "batch", "adapters", "engine", "on the host, µs", "step, µs"]);
-        for (host, _) in self.last(|run| &run.host, |host| (&host.model, host.batch, host.ahead)) {
+        for host in self.last(|run| &run.host, |host| (&host.model, host.batch, host.ahead)) {
             let how = if host.ahead { "runs ahead" } else { "waits for each step" };
             table.row(vec![
                 host.model.clone(),
@@ -350,7 +334,7 @@ impl Record {
             "loads",
         ]);
         let key = |trace: &Trace| (trace.model.clone(), trace.adapters, trace.rank, trace.rate.map(f64::to_bits));
-        for (trace, _) in self.last(|run| &run.traces, key) {
+        for trace in self.last(|run| &run.traces, key) {
             let mut row = vec![trace.model.clone(), trace.adapters.to_string(), trace.rank.to_string()];
             row.push(trace.requests.to_string());
             row.push(trace.rate.map_or_else(|| "all at once".to_owned(), |rate| format!("{rate:.0}")));
@@ -380,7 +364,7 @@ impl Record {
             "in host memory, ms",
             "in its directory, ms",
         ]);
-        for (first, _) in self.last(|run| &run.first_tokens, |first| (&first.model, first.rank, first.beside)) {
+        for first in self.last(|run| &run.first_tokens, |first| (&first.model, first.rank, first.beside)) {
             let mut row = vec![first.model.clone(), first.rank.to_string(), format!("{:.0}", first.bytes as f64 / 1e6)];
             row.extend([first.prompt.to_string(), first.beside.to_string()]);
             row.extend([first.device_p50_ms, first.host_p50_ms, first.source_p50_ms].map(|ms| format!("{ms:.1}")));
@@ -391,19 +375,18 @@ impl Record {
 
     /// What adapters add to decode steps.
     pub fn plot(&self, path: &str) -> Plot {
-        let steps = self.steps();
         let mut models: Vec<&str> = Vec::new();
-        for (model, ..) in Self::sizes(&steps) {
+        for (model, ..) in self.sizes() {
             if !models.contains(&model) {
                 models.push(model);
             }
         }
         let panel = |model: &str| {
-            let batches = Self::sizes(&steps).into_iter().filter(|size| (size.0, size.1) == (model, CONTEXT));
+            let batches = self.sizes().into_iter().filter(|size| (size.0, size.1) == (model, CONTEXT));
             let batches: Vec<usize> = batches.map(|(.., batch)| batch).collect();
             let points = |adapters: &dyn Fn(usize) -> usize, rank: usize, share: fn(&Best) -> Option<f64>| {
                 let point = |&batch: &usize| {
-                    let of = Of { steps: &steps, model, context: CONTEXT, batch };
+                    let of = Of { runs: &self.runs, model, context: CONTEXT, batch };
                     Some((batch as f64, 100.0 * share(&of.best(adapters(batch), rank)?)?))
                 };
                 batches.iter().filter_map(point).collect::<Vec<_>>()
@@ -436,7 +419,7 @@ impl Record {
 
 /// The steps of one size.
 struct Of<'a> {
-    steps: &'a [(&'a Step, &'a Meta)],
+    runs: &'a [Run],
     model: &'a str,
     context: usize,
     batch: usize,
@@ -451,20 +434,25 @@ struct Best {
 }
 
 impl<'a> Of<'a> {
-    fn find(&self, adapters: usize, rank: usize, how: (bool, bool)) -> Option<(&'a Step, &'a Meta)> {
-        let is_it = |(step, _): &&(&Step, &Meta)| {
+    fn find(&self, adapters: usize, rank: usize, how: (bool, bool)) -> Option<(&'a Step, &'a Run)> {
+        self.runs.iter().rev().find_map(|run| Some((self.in_run(run, adapters, rank, how)?, run)))
+    }
+
+    fn in_run(&self, run: &'a Run, adapters: usize, rank: usize, how: (bool, bool)) -> Option<&'a Step> {
+        let is_it = |step: &&Step| {
             (step.model.as_str(), step.context, step.batch) == (self.model, self.context, self.batch)
                 && (step.adapters, step.rank, (step.fused, step.stacked)) == (adapters, rank, how)
         };
-        self.steps.iter().find(is_it).copied()
+        run.steps.iter().rfind(is_it)
     }
 
+    /// The fastest way, over the steps without adapters of the same run.
     fn best(&self, adapters: usize, rank: usize) -> Option<Best> {
-        let gemm = self.find(0, 0, (false, false)).map(|(step, _)| step.p50_us);
         let ways = [(false, false), (true, false), (false, true)].into_iter().filter_map(|how| {
-            let us = self.find(adapters, rank, how)?.0.p50_us;
-            let own = self.find(0, 0, how)?.0.p50_us;
-            Some(Best { us, over_gemm: gemm.map(|gemm| us / gemm - 1.0), over_own: us / own - 1.0 })
+            let (step, run) = self.find(adapters, rank, how)?;
+            let [gemm, own] = [(false, false), how].map(|how| self.in_run(run, 0, 0, how).map(|base| base.p50_us));
+            let over = |base: f64| step.p50_us / base - 1.0;
+            Some(Best { us: step.p50_us, over_gemm: gemm.map(over), over_own: over(own?) })
         });
         ways.min_by(|a, b| a.us.total_cmp(&b.us))
     }

@@ -116,6 +116,8 @@ pub enum Kind {
     OursFirst,
     /// The fused linear in place of the GEMM.
     OursFused,
+    /// Behind the GEMM by W and the rows of a stack.
+    OursStacked,
     Other,
     /// Another library that only writes deltas.
     OtherDeltas,
@@ -129,6 +131,7 @@ impl Kind {
             Self::OursEach => RGBColor(86, 160, 211),
             Self::OursFirst => RGBColor(120, 94, 190),
             Self::OursFused => RGBColor(0, 130, 95),
+            Self::OursStacked => RGBColor(204, 80, 150),
             Self::Other => RGBColor(213, 94, 0),
             Self::OtherDeltas => RGBColor(230, 159, 0),
             Self::Floor => RGBColor(110, 110, 110),
@@ -187,6 +190,7 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
             ("aril, behind the GEMM", Kind::Ours, mode("after")?),
             ("aril, before the GEMM", Kind::OursFirst, mode("first")?),
             ("aril, fused linear", Kind::OursFused, mode("fused")?),
+            ("aril, A as rows of W", Kind::OursStacked, mode("stacked")?),
             (
                 "fastest other library",
                 Kind::Other,
@@ -194,7 +198,7 @@ fn layer(record: &Record, chosen: &Chosen) -> Result<Plot> {
             ),
             ("floor of bytes", Kind::Floor, percent(&|workload, _| Some(workload.bytes().floor_us(rate)))?),
         ];
-        // The fused linear and other libraries are not in every record.
+        // The fused linear, stacks and other libraries are not in every record.
         let lines = lines.into_iter().filter(|(.., points)| !points.is_empty());
         let lines = lines.map(|(name, kind, points)| Line::new(name, kind, points)).collect();
         Ok(Panel { caption: format!("Rank {rank}"), lines })

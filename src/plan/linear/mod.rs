@@ -321,9 +321,8 @@ impl LinearPlan {
     ///
     /// The choice comes from measurements on an H200 in bf16, beside cuBLASLt's GEMMs
     /// (`benches/record/h200/layer.json`): in each of them, the layer takes at most 5 % longer than with the best mode,
-    /// on an H100 (`benches/record/h100/layer.json`) at most 7 %. That of stacks is from `benches/record/designs.md`,
-    /// "A as further rows of W". An expand within the operation behind the layer is not chosen, because it depends on
-    /// that operation.
+    /// and 9 % if it has a stack; on an H100 (`benches/record/h100/layer.json`) at most 7 %. An expand within the
+    /// operation behind the layer is not chosen, because it depends on that operation.
     pub fn fastest_mode(
         &self,
         num_tokens: usize,
@@ -337,7 +336,8 @@ impl LinearPlan {
         let has_base_of = |times: usize| product(&[factors, times]) <= in_features * out_features;
         let is_fastest_fused = |fused: &ForwardPlan| {
             let is_down = in_features >= 2 * out_features;
-            let times = measured.base_to_factors(num_tokens, fused.reads_input_once(), is_down);
+            let has_stack = stack_rank.is_some();
+            let times = measured.base_to_factors(num_tokens, fused.reads_input_once(), is_down, has_stack);
             num_tokens <= fused.max_tokens() && has_base_of(times)
         };
         if fused.is_some_and(is_fastest_fused) {

@@ -164,7 +164,8 @@ fn the_plot_of_tokens_has_the_means_of_the_record() {
     is_drawn(&plot);
 }
 
-/// No measured mode of a layer is much faster than the one that the library names: 5 % on the H200, 7 % on the H100.
+/// No measured mode of a layer is much faster than the one that the library names: 5 % on the H200, 9 % with a stack, 7 %
+/// on the H100.
 #[test]
 fn the_mode_that_is_called_fastest_is_near_the_best() {
     let chosen = Chosen::all().unwrap();
@@ -177,19 +178,34 @@ fn the_mode_that_is_called_fastest_is_near_the_best() {
         let (site, capacity) = (&model[id], workload.capacity());
         let fused = ForwardPlan::new(site, DType::BF16, capacity).unwrap();
         let plan = LinearPlan::new(site, DType::BF16, capacity).unwrap();
-        // All adapters are in the batch.
-        let mode = plan.fastest_mode(workload.num_tokens(), workload.ranks.iter().sum(), Some(&fused), None);
-        let name = format!("{mode:?}").to_lowercase();
-        // The record has the fused linear of more tokens, which the library has no longer.
-        let is_there =
-            |name: &str| name != "within" && (name != "fused" || workload.num_tokens() <= fused.max_tokens());
-        let of_gemm = added.added_us.iter().filter(|(name, _)| is_there(name));
-        let least = of_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
-        let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
-        assert!(share <= *most, "{}: {name} takes {share:.3} of the time of the best, {:?}", added.id, added.added_us);
-        modes.insert(name);
+        // All adapters are in the batch, and the stack has as many positions, of their rank.
+        let ranks: usize = workload.ranks.iter().sum();
+        let has_stack = added.added_us.contains_key("stacked");
+        let rank = workload.ranks.iter().max().copied().filter(|_| has_stack);
+        for stack_rank in BTreeSet::from([None, rank]) {
+            let mode = plan.fastest_mode(workload.num_tokens(), ranks, Some(&fused), stack_rank);
+            let name = format!("{mode:?}").to_lowercase();
+            // The record of the H100 has the fused linear of more tokens, which the library has no longer.
+            let is_there = |name: &str| match name {
+                "within" => false,
+                "fused" => workload.num_tokens() <= fused.max_tokens(),
+                "stacked" => stack_rank.is_some(),
+                _ => true,
+            };
+            let of_gemm = added.added_us.iter().filter(|(name, _)| is_there(name));
+            let least = of_gemm.map(|(_, us)| *us).fold(f64::INFINITY, f64::min);
+            let share = (added.gemm_us + added.added_us[&name]) / (added.gemm_us + least);
+            let most = if stack_rank.is_some() { 1.09 } else { *most };
+            assert!(
+                share <= most,
+                "{}: {name} takes {share:.3} of the time of the best, {:?}",
+                added.id,
+                added.added_us
+            );
+            modes.insert(name);
+        }
     }
-    assert_eq!(modes.len(), 2, "{modes:?}");
+    assert_eq!(modes.len(), 3, "{modes:?}");
 }
 
 /// README.md has the means of whole layers: the GEMM, and what the best arrangement and the best other library add to
@@ -250,15 +266,16 @@ fn the_plot_of_layers_has_the_percentages_of_the_record() {
             let mode = |mode: &str| {
                 percentages(&|group, tokens| with_gemm(&layer, group, rank, tokens)?["added_us"].get(mode)?.as_f64())
             };
-            let is_at = |points: &[(f64, f64)], tokens: [f64; 5]| points.iter().map(|point| point.0).eq(tokens);
+            let is_at = |points: &[(f64, f64)], tokens: &[f64]| points.iter().map(|point| &point.0).eq(tokens);
             let (fused, other) =
                 (mode("fused"), percentages(&|group, tokens| least_of_others(&others, group, rank, tokens)));
-            assert!(is_at(&fused, [1.0, 8.0, 16.0, 32.0, 64.0]) && is_at(&other, [1.0, 8.0, 16.0, 64.0, 256.0]));
+            assert!(is_at(&fused[..4], &[1.0, 8.0, 16.0, 32.0]) && is_at(&other, &[1.0, 8.0, 16.0, 64.0, 256.0]));
             assert!(fused[0].1 < 0.0 && fused[fused.len() - 1].1 > fused[fused.len() - 2].1, "{fused:?}");
             let expected = [
                 ("aril, behind the GEMM", mode("after")),
                 ("aril, before the GEMM", mode("first")),
                 ("aril, fused linear", fused),
+                ("aril, A as rows of W", mode("stacked")),
                 ("fastest other library", other),
                 ("floor of bytes", percentages(&floor_us)),
             ];
