@@ -2,6 +2,10 @@
 //!
 //! Pure host code. A [`Batch`] has a [`Slot`] per token. `cuda::Routing` groups the tokens by slot on the device;
 //! [`Segments`] is the same grouping, and tests compare the two. [`TopK`] is a router's choice.
+//!
+//! # Speculative decoding
+//!
+#![doc = include_str!("docs/speculative.md")]
 
 use crate::{Slot, contract, error::OperandError, plan::Capacity};
 
