@@ -305,8 +305,14 @@ impl Submitted {
 }
 
 impl<D: Capture> World<'_, D> {
+    /// An adapter, or the combination of one and a little of another, `one+another`.
     fn add(&mut self, folder: &str, name: &str) -> AdapterId {
-        let source = self.files.source(&fixtures().join(folder).join(name), D::Elem::DTYPE);
+        let source = |name| self.files.source(&fixtures().join(folder).join(name), D::Elem::DTYPE);
+        let source = match name.split_once('+') {
+            Some((one, another)) => Source::combined([(source(one), 1.0), (source(another), 0.05)]),
+            None => Ok(source(name)),
+        };
+        let source = source.expect("the parts fit together");
         let id = self.engine.add_adapter(source, false).expect("there is room").id();
         self.adapters.insert(name.into(), id);
         id
@@ -387,6 +393,57 @@ fn goldens(files: &Files, batch: &str) -> Vec<(Option<String>, Vec<u32>, Vec<u32
     };
     let unscaled = requests.into_iter().enumerate().filter(|(_, golden)| golden.scale.is_none());
     unscaled.map(with_tokens).collect()
+}
+
+/// A part of a combination in a batch of goldens.
+#[derive(Debug, Deserialize)]
+struct GoldenPart {
+    name: String,
+    scale: f32,
+}
+
+#[derive(Debug, Deserialize)]
+struct GoldenCombination {
+    lora: Vec<GoldenPart>,
+    prompt: String,
+}
+
+/// Combinations are answered as by the adapters that PEFT has combined, with its log-probabilities.
+fn combinations_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
+    let dir = fixtures().join("goldens");
+    let text = fs::read_to_string(dir.join("combined.json")).expect("the batch is there");
+    let requests: Vec<GoldenCombination> = serde_json::from_str(&text).expect("the batch is JSON");
+    let bytes = fs::read(dir.join("combined.f32.safetensors")).expect("the goldens are there");
+    let goldens = SafeTensors::deserialize(&bytes).expect("the goldens are whole");
+    files.run::<D, _>(LARGE, 4, |world| {
+        let requests: Vec<_> = requests
+            .into_iter()
+            .map(|GoldenCombination { lora, prompt }| {
+                let source = |GoldenPart { name, scale }: &GoldenPart| {
+                    (world.files.source(&fixtures().join("adapters").join(name), DType::F32), *scale)
+                };
+                let source = Source::combined(lora.iter().map(source)).expect("the parts fit together");
+                let id = world.engine.add_adapter(source, false).expect("there is room").id();
+                let request = world.request(None, world.files.prompt(&prompt), 12, GREEDY);
+                Request { adapter: Some(id), ..request }
+            })
+            .collect();
+        for (index, answer) in world.answers(requests).iter().enumerate() {
+            let tensor = |what| goldens.tensor(&format!("request.{index}.{what}")).expect("each request has it");
+            let tokens = tensor("tokens").data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes));
+            assert!(answer.tokens().iter().map(|token| i64::from(*token)).eq(tokens), "request {index}");
+            let logits = tensor("logits").data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+            let logits: Vec<f32> = logits.collect();
+            for (chosen, logits) in answer.chosen.iter().zip(logits.chunks_exact(world.files.config.vocab)) {
+                let golden = Logprobs::of(logits, chosen.token as usize, 2);
+                let got = chosen.logprobs.as_ref().expect("they were asked for");
+                let differences = iter::zip(&got.top, &golden.top).map(|(got, golden)| (got.1 - golden.1).abs());
+                let largest = differences.fold((got.chosen - golden.chosen).abs(), f32::max);
+                assert!(largest < 1e-3, "request {index}: a log-probability differs by {largest}");
+            }
+        }
+    });
 }
 
 const BATCHES: [(&str, &str, &str, usize); 9] = [
@@ -918,7 +975,8 @@ struct Served {
 }
 
 const NAMES: usize = 4;
-const DENSE: Served = Served { model: "qwen3", folder: "adapters", names: ["r8-all", "kv-only", "embed", "patterns"] };
+const DENSE: Served =
+    Served { model: "qwen3", folder: "adapters", names: ["r8-all", "kv-only+layers", "embed", "patterns"] };
 const HYBRID: Served = Served {
     model: "qwen3-hybrid",
     folder: "adapters-hybrid",
@@ -1083,7 +1141,8 @@ fn pair() -> Split {
 macro_rules! on {
     ($device:ty, $tp:tt, $attribute:meta) => {
         on!(
-            $device, $tp, $attribute: tokens_are_those_of_the_goldens prefixes_are_shared_within_a_version_alone
+            $device, $tp, $attribute: tokens_are_those_of_the_goldens combinations_are_those_of_the_goldens
+            prefixes_are_shared_within_a_version_alone
             a_removed_version_answers_its_last_requests an_adapter_that_vanishes_fails_its_requests_alone
         );
     };

@@ -65,8 +65,8 @@ pub struct Options {
     /// Loads an adapter for the first request that names it, from the folder of that name in --lora-root
     #[arg(long, requires = "lora_root")]
     pub lora_on_request: bool,
-    /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it. A gateway
-    /// that grants models by `model` alone does not see the former
+    /// Requests may name their adapter in `lora_path`, or as `base:adapter` in `model`, as SGLang has it, and adapters
+    /// that apply together in `lora`. A gateway that grants models by `model` alone sees neither field
     #[arg(long, requires = "enable_lora")]
     pub enable_lora_path: bool,
     /// The most adapters of a step

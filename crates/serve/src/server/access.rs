@@ -17,7 +17,13 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Server, Shared, connections::IDLE, error::Refused, head, request::Prompt};
+use super::{
+    Server, Shared,
+    connections::IDLE,
+    error::Refused,
+    head,
+    request::{Model, Prompt},
+};
 
 /// The field of a head that names a request, as gateways set it.
 const ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -103,18 +109,20 @@ impl Access {
         noted.is_served = true;
         for Prompt { tokens, model, .. } in prompts {
             noted.tokens.prompt += tokens.len();
-            if let Some(adapter) = model.adapter_name() {
+            for adapter in model.adapter_names() {
                 noted.adapters.entry(adapter.to_owned()).or_default().prompt += tokens.len();
             }
         }
     }
 
-    /// Takes note of a token of the answer, by an adapter or the base model.
-    pub(super) fn note_token(&self, adapter: Option<&str>) {
+    /// Takes note of a token of the answer.
+    pub(super) fn note_token(&self, model: &Model) {
         let mut noted = self.note();
         noted.tokens.completion += 1;
-        if let Some(tokens) = adapter.and_then(|adapter| noted.adapters.get_mut(adapter)) {
-            tokens.completion += 1;
+        for adapter in model.adapter_names() {
+            if let Some(tokens) = noted.adapters.get_mut(adapter) {
+                tokens.completion += 1;
+            }
         }
         noted.first.get_or_insert_with(Instant::now);
     }

@@ -21,7 +21,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
-    Server, Shared, body,
+    Loaded, Server, Shared, body,
     error::{ApiError, ApiResult},
     root::Root,
     warnings::Folder,
@@ -121,9 +121,9 @@ impl Server {
             })
         };
         let base = server.names.iter().map(|name| model(name, &server.model, None));
-        let paths = server.paths();
+        let loaded = server.loaded();
         let adapters = server.registry.list().into_iter().map(|adapter| {
-            let root = paths.get(&adapter.id).map_or(Path::new(""), |path| path);
+            let root = loaded.get(&adapter.id).map_or(Path::new(""), |loaded| &loaded.folder);
             let mut model = model(&adapter.name, root, server.names.first().map(String::as_str));
             // Not in OpenAI's API: the fastest memory that the adapter is in, which is the host's if it was loaded
             // since the report.
@@ -160,20 +160,17 @@ impl Server {
         let of_source = opener.clone();
         let source = tokio::task::spawn_blocking(move || server.source(&folder, of_source)).await;
         let source = source.map_err(|_| ApiError::internal("The thread that read the adapter has panicked."))??;
-        if source.max_rank() > self.max_rank {
-            let (rank, max) = (source.max_rank(), self.max_rank);
-            return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
-        }
+        self.check_rank(&source)?;
         // The folder is looked at while the weights are read.
         let (server, folder) = (Arc::clone(self), Folder { path: dir.clone(), opener });
         let warnings = tokio::task::spawn_blocking(move || server.warnings(&folder));
-        let version = self.engine.load(source, is_pinned).await.ok_or_else(ApiError::ended)?;
+        let version = self.engine.load(source.clone(), is_pinned).await.ok_or_else(ApiError::ended)?;
         let version =
             version.map_err(|error| ApiError::bad_request(self.cut(aril_engine::sentence(&error), Some(&dir))))?;
         let id = version.id();
-        self.paths().insert(id, dir.as_path().into());
+        self.loaded().insert(id, Loaded { folder: dir.as_path().into(), source });
         let replaced = pending.serve(version).map_err(|error| {
-            self.paths().remove(&id);
+            self.loaded().remove(&id);
             ApiError::invalid_input(error.to_string())
         })?;
         replaced.version.into_iter().for_each(|old| self.forget(old));
@@ -184,6 +181,15 @@ impl Server {
             tracing::warn!(name, warning, "a part of an adapter has no effect");
         }
         Ok(warnings)
+    }
+
+    /// Refuses an adapter of a larger rank than the engine's tables take.
+    pub(super) fn check_rank(&self, source: &Source) -> ApiResult<()> {
+        let (rank, max) = (source.max_rank(), self.max_rank);
+        if rank > max {
+            return Err(ApiError::bad_request(format!("LoRA rank {rank} is greater than max_lora_rank {max}.")));
+        }
+        Ok(())
     }
 
     /// The error of a request that the engine does not answer, on an adapter of this folder.
@@ -201,7 +207,7 @@ impl Server {
     }
 
     /// A text in which files are named as clients name them: not where the server has its folders.
-    fn cut(&self, text: String, folder: Option<&Path>) -> String {
+    pub(super) fn cut(&self, text: String, folder: Option<&Path>) -> String {
         let places = [self.lora_root.as_ref().map(Root::path), folder.and_then(Path::parent)];
         places.into_iter().flatten().fold(text, |text, place| text.replace(&format!("{}/", place.display()), ""))
     }

@@ -108,6 +108,7 @@ const FIELDS: &[Field] = &[
     ("tokens", "vLLM", Tokens, Works("a list of token ids")),
     ("return_token_strs", "vLLM", Tokens, Works("true or false")),
     ("lora_path", "SGLang", Both, Works("a text, or a list of a text or null for each prompt")),
+    ("lora", "llama.cpp", Both, Works("a list of objects of `name` or `id`, a text, and `scale`, a number")),
     ("no_stop_trim", "SGLang", Both, Works("true or false")),
     ("rid", "SGLang", Both, Ignored),
     ("separate_reasoning", "SGLang", Both, Ignored),

@@ -229,7 +229,7 @@ impl Server {
                 submission,
                 text,
                 deadline: job.access.arrival.deadline,
-                folder: model.adapter.and_then(|id| self.paths().get(&id).cloned()),
+                folder: model.adapter.and_then(|id| self.folder(id)),
                 cached: 0,
                 prompt: Vec::new(),
                 times: Times::new(),
@@ -275,14 +275,23 @@ impl Server {
         Ok(wanted)
     }
 
+    /// Finds what answers, and loads what is not there.
+    async fn find_version(self: &Arc<Self>, model: &mut Model, deadline: Instant) -> ApiResult<()> {
+        if !model.parts.is_empty() {
+            return self.combine(model, deadline).await;
+        }
+        model.adapter = self.find(&model.name, deadline).await?.adapter();
+        Ok(())
+    }
+
     pub(super) async fn answer(self: &Arc<Self>, mut job: Job) -> ApiResult<Response> {
         let of_list = |model: &Model, error: ApiError| match model.index {
             Some(index) => error.of_adapter(index),
             None => error,
         };
         for Prompt { model, .. } in job.prompts.iter_mut().filter(|prompt| prompt.model.is_sought) {
-            let found = self.find(&model.name, job.access.arrival.deadline).await;
-            model.adapter = found.map_err(|error| of_list(model, error))?.adapter();
+            let found = self.find_version(model, job.access.arrival.deadline).await;
+            found.map_err(|error| of_list(model, error))?;
         }
         job.access.note_prompts(&job.prompts);
         let choices = loop {
@@ -293,11 +302,17 @@ impl Server {
             // The version may have been replaced since the request was read.
             let mut is_replaced = false;
             for Prompt { model, .. } in job.prompts.iter_mut().filter(|_| matches!(failure, Failure::Unloaded)) {
-                let now = self.resolve(&model.name).map_err(|error| of_list(model, error))?.adapter();
-                is_replaced |= std::mem::replace(&mut model.adapter, now) != now;
+                let before = model.adapter;
+                if model.parts.is_empty() {
+                    let now = self.resolve(&model.name).map_err(|error| of_list(model, error))?;
+                    model.adapter = now.adapter();
+                } else {
+                    self.combine(model, job.access.arrival.deadline).await?;
+                }
+                is_replaced |= model.adapter != before;
             }
             if !is_replaced {
-                let folder = job.prompts.iter().find_map(|prompt| self.paths().get(&prompt.model.adapter?).cloned());
+                let folder = job.prompts.iter().find_map(|prompt| self.folder(prompt.model.adapter?));
                 return Err(self.failed(&failure, folder.as_deref()));
             }
         };
@@ -388,7 +403,7 @@ impl Answer {
             return Ok(added);
         }
         self.completion_tokens += 1;
-        self.job.access.note_token(self.job.prompt(choice).model.adapter_name());
+        self.job.access.note_token(&self.job.prompt(choice).model);
         if let Some(logprobs) = &piece.logprobs {
             self.report(choice, piece.token, piece.place, Some(logprobs), &mut added.logprobs)?;
         }

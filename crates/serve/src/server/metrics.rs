@@ -224,8 +224,9 @@ pub(super) async fn render(State(server): Shared, headers: HeaderMap) -> ApiResu
     let Report { state, pool, host_time, tiers } = &*report;
     let Metrics { recorder, handle, model, .. } = &server.metrics;
     let names = |adapters: &[AdapterId]| {
-        let names = adapters.iter().filter_map(|&id| server.registry.name_of(id));
-        names.map(|name| name.to_string()).collect::<Vec<_>>().join(",")
+        let of_combination = |id| server.combinations.names_of(id);
+        let name = |&id| server.registry.name_of(id).map(|name| name.to_string()).or_else(|| of_combination(id));
+        adapters.iter().filter_map(name).collect::<Vec<_>>().join(",")
     };
     let lora_labels = |running: &[AdapterId]| {
         [

@@ -4,6 +4,7 @@ mod access;
 mod adapters;
 mod body;
 mod chat;
+mod combined;
 mod connections;
 mod defaults;
 mod error;
@@ -38,7 +39,7 @@ use aril::{
     adapter::Opener,
     cpu::AdapterPool,
     model::TpRank,
-    pool::{AdapterId, PoolConfig},
+    pool::{AdapterId, PoolConfig, Source},
 };
 use aril_engine::{
     Sizes,
@@ -61,6 +62,7 @@ use tokio::{
 
 use self::{
     chat::Template,
+    combined::Combinations,
     defaults::Defaults,
     error::{ApiError, ApiResult},
     finds::Finds,
@@ -97,8 +99,9 @@ type Shared = State<Arc<Server>>;
 struct Server {
     engine: Handle,
     registry: Registry<Version>,
-    /// Where each version was loaded from.
-    paths: Mutex<HashMap<AdapterId, Arc<Path>>>,
+    /// The versions that are served.
+    loaded: Mutex<HashMap<AdapterId, Loaded>>,
+    combinations: Combinations,
     /// The base model's names.
     names: Vec<String>,
     model: PathBuf,
@@ -132,6 +135,13 @@ struct Server {
     created: u64,
 }
 
+/// A version of an adapter.
+#[derive(Debug)]
+struct Loaded {
+    folder: Arc<Path>,
+    source: Source,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Limits {
     body_bytes: usize,
@@ -141,14 +151,20 @@ struct Limits {
 }
 
 impl Server {
-    fn paths(&self) -> MutexGuard<'_, HashMap<AdapterId, Arc<Path>>> {
+    fn loaded(&self) -> MutexGuard<'_, HashMap<AdapterId, Loaded>> {
         // A map is whole between its calls.
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Unloads a version that no name stands for any more.
+    /// The folder of a version.
+    fn folder(&self, id: AdapterId) -> Option<Arc<Path>> {
+        self.loaded().get(&id).map(|loaded| Arc::clone(&loaded.folder))
+    }
+
+    /// Unloads a version that no name stands for any more, and its combinations.
     fn forget(&self, version: Version) {
-        self.paths().remove(&version.id());
+        self.loaded().remove(&version.id());
+        self.combinations.forget(version.id());
         drop(version);
     }
 }
@@ -368,7 +384,8 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
     let server = Server {
         engine,
         registry: Registry::new(names.iter().map(String::as_str)),
-        paths: Mutex::default(),
+        loaded: Mutex::default(),
+        combinations: Combinations::default(),
         metrics,
         names,
         model,

@@ -10,7 +10,7 @@ use super::{
     error::{ApiError, ApiResult},
     fields::{Fields, On},
     generate::Addition,
-    request::{Job, OneOrEach, Prompt, Prompts, check_choices},
+    request::{Job, Lora, OneOrEach, Prompt, Prompts, check_choices},
 };
 
 /// The fields of `sampling_params`: SGLang's name, that of a completion, and the value of a request that does not say,
@@ -95,7 +95,7 @@ impl Server {
         let logprobs = logprobs.each("return_logprob", prompts.len(), is_list)?;
         let shows_text = fields.is_on("return_text_in_logprobs")?;
         let stream = fields.is_on("stream")?;
-        let models = self.models_of(None, fields.take("lora_path")?, is_list.then_some(prompts.len()))?;
+        let models = self.models_of(None, Lora::take(&mut fields)?, is_list.then_some(prompts.len()))?;
         fields.end()?;
         let mut whole: Option<Job> = None;
         let each = prompts.split().into_iter().zip(sampling).zip(logprobs).zip(models.into_iter().cycle());

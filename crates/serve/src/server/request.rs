@@ -12,6 +12,7 @@ use super::{
     access::Access,
     body::{self, Received},
     chat,
+    combined::{Combination, Part},
     error::{ApiError, ApiResult},
     fields::{Fields, On},
     messages, native,
@@ -75,12 +76,20 @@ pub(super) struct Model {
     pub(super) is_sought: bool,
     /// Its place in the list of `lora_path`, if it has one there.
     pub(super) index: Option<usize>,
+    /// The adapters that apply together, if there are several.
+    pub(super) parts: Vec<Part>,
+    /// Their combination, which stays loaded meanwhile.
+    pub(super) held: Option<Arc<Combination>>,
 }
 
 impl Model {
-    /// The name of the adapter, unless it is the base model.
-    pub(super) fn adapter_name(&self) -> Option<&str> {
-        self.adapter.map(|_| self.name.as_str())
+    /// The names of the adapter or of its parts, none of the base model.
+    pub(super) fn adapter_names(&self) -> impl Iterator<Item = &str> {
+        let alone = self.adapter.filter(|_| self.parts.is_empty()).map(|_| self.name.as_str());
+        let mut parts: Vec<_> = self.parts.iter().map(|part| part.name.as_str()).collect();
+        parts.sort_unstable();
+        parts.dedup();
+        alone.into_iter().chain(parts)
     }
 }
 
@@ -136,6 +145,20 @@ pub(super) enum OneOrEach<T, E = T> {
 
 /// SGLang's `lora_path`: an adapter of all prompts, or one of each, where null stands for the base model.
 type LoraPath = OneOrEach<String, Value>;
+
+/// The adapters that a request names beside its model.
+#[derive(Debug)]
+pub(super) struct Lora {
+    path: Option<LoraPath>,
+    /// Those that apply together.
+    parts: Vec<Part>,
+}
+
+impl Lora {
+    pub(super) fn take(fields: &mut Fields) -> ApiResult<Self> {
+        Ok(Self { path: fields.take("lora_path")?, parts: fields.take("lora")?.unwrap_or_default() })
+    }
+}
 
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
@@ -196,8 +219,8 @@ impl Server {
         let mut fields = fields(On::Completions, received)?;
         let prompts = fields.take("prompt")?.unwrap_or(Prompts::Texts(Vec::new()));
         let is_list = matches!(prompts, Prompts::Texts(_) | Prompts::ManyTokens(_));
-        let models =
-            self.models_of(fields.take("model")?, fields.take("lora_path")?, is_list.then_some(prompts.len()))?;
+        let (model, lora) = (fields.take("model")?, Lora::take(&mut fields)?);
+        let models = self.models_of(model, lora, is_list.then_some(prompts.len()))?;
         self.completion_of(fields, prompts, models, COMPLETION_TOKENS, access)
     }
 
@@ -279,7 +302,8 @@ impl Server {
         let limit = (limits.into_iter().flatten().next(), self.defaults.max_new_tokens);
         let adds_special = fields.is_on("add_special_tokens")?;
         let options = chat_options(&mut fields)?;
-        let model = self.models_of(fields.take("model")?, fields.take("lora_path")?, None)?.swap_remove(0);
+        let (model, lora) = (fields.take("model")?, Lora::take(&mut fields)?);
+        let model = self.models_of(model, lora, None)?.swap_remove(0);
         let (job, asked) = self.job(Format::Chat, fields, 1, limit, logprobs, access)?;
         let text = self.template.render(messages::read(messages)?, &options)?;
         let tokens = self.encode(&text, adds_special, self.max_positions, "messages")?;
@@ -290,14 +314,21 @@ impl Server {
     pub(super) fn models_of(
         &self,
         model: Option<String>,
-        path: Option<LoraPath>,
+        Lora { path, parts }: Lora,
         list: Option<usize>,
     ) -> ApiResult<Vec<Model>> {
         const NAME: &str = "lora_path";
+        if !parts.is_empty() {
+            if path.is_some() {
+                return Err(refused("lora", "`lora` and `lora_path` both name adapters."));
+            }
+            return Ok(vec![self.combination_of(model, parts)?]);
+        }
         let find = |path: Option<String>, index| -> ApiResult<Model> {
             let name = self.name_of(model.clone(), path)?;
             let served = self.resolve_or_find(&name)?;
-            Ok(Model { name, adapter: served.and_then(Served::adapter), is_sought: served.is_none(), index })
+            let (adapter, is_sought) = (served.and_then(Served::adapter), served.is_none());
+            Ok(Model { name, adapter, is_sought, index, parts: Vec::new(), held: None })
         };
         let paths = match (path, list) {
             (None, _) => return Ok(vec![find(None, None)?]),

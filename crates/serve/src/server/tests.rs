@@ -57,19 +57,19 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
     }
     let refused = loading.await.expect("it does not panic").expect_err("it was unloaded");
     assert_eq!(refused.into_response().status(), 400);
-    assert_eq!((registered().await, server.paths().len()), (0, 0));
+    assert_eq!((registered().await, server.loaded().len()), (0, 0));
 
     let dir = fixture("adapters/r8-all");
     for name in ["one", "two"] {
         server.load(name, dir.clone(), Opener::default(), OnDuplicate::Refuse, false).await.expect("it is served");
     }
     server.load("two", dir, Opener::default(), OnDuplicate::Replace, false).await.expect("it is served");
-    assert_eq!((registered().await, server.paths().len()), (2, 2));
+    assert_eq!((registered().await, server.loaded().len()), (2, 2));
     for name in ["one", "two"] {
         let version = server.registry.unload(name).expect("it is there").version.expect("it is loaded");
         server.forget(version);
     }
-    assert_eq!((registered().await, server.paths().len()), (0, 0));
+    assert_eq!((registered().await, server.loaded().len()), (0, 0));
     server.engine.stop();
     thread.join().expect("the engine ends");
 }

@@ -573,3 +573,118 @@ async fn what_has_no_effect_is_named() {
         assert_eq!(text(&server.ask(name).await), word, "{name}");
     }
 }
+
+/// Asks the question with these adapters.
+async fn ask_with(server: &Server, lora: Value) -> (u16, Value) {
+    let body = json!({ "prompt": QUESTION, "temperature": 0, "max_tokens": 12, "lora": lora });
+    server.complete(body).await
+}
+
+/// The text of a chat, in which the checkpoint's template adds nothing to the message.
+async fn chat_with(server: &Server, lora: Value) -> String {
+    let messages = json!([{ "role": "user", "content": QUESTION }]);
+    let body = json!({ "messages": messages, "temperature": 0, "max_tokens": 12, "lora": lora });
+    let (status, body) = server.post("/v1/chat/completions", body).await;
+    assert_eq!(status, 200, "{body}");
+    body["choices"][0]["message"]["content"].as_str().expect("a message has a text").to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn adapters_that_a_request_lists_apply_together() {
+    let root = fixture("adapters").display().to_string();
+    let modules = ["r4-qv", "r16-rslora", "layers"].map(|name| format!("{name}={root}/{name}"));
+    let mut arguments = vec!["--enable-lora", "--enable-lora-path", "--lora-root", &root, "--max-lora-rank", "24"];
+    arguments.extend(["--block-size", "4", "--dtype", "float32", "--lora-modules"]);
+    arguments.extend(modules.iter().map(String::as_str));
+    let server = Server::start(&arguments).await;
+    let registered = async || server.metric("aril_pool_adapters", &["state=\"registered\""]).await;
+    let part = |name: &str, scale: f64| json!({ "name": name, "scale": scale });
+    let cached = |answer: &(u16, Value)| answer.1["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+
+    // One adapter, whole, is itself, and what is multiplied by zero is not there.
+    let own = server.ask("r4-qv").await;
+    for lora in [json!([part("r4-qv", 1.0)]), json!([part("layers", 0.0), part("r4-qv", 1.0)])] {
+        let answer = ask_with(&server, lora).await;
+        assert_eq!((text(&answer), cached(&answer)), (text(&own), Some(4)));
+    }
+    for lora in [json!([]), json!([part("r4-qv", 0.0)])] {
+        assert_eq!(text(&ask_with(&server, lora).await), " I do not know.");
+    }
+    assert_eq!(registered().await, 3.0);
+
+    // One more adapter for the pool, whose requests share the cache with each other alone, whatever the endpoint.
+    let both = |scale| json!([part("r4-qv", 0.5), part("r16-rslora", scale)]);
+    let answer = ask_with(&server, both(1.0)).await;
+    let said = text(&answer).to_owned();
+    assert_eq!((cached(&answer), registered().await, &answer.1["model"]), (Some(0), 4.0, &json!("base")));
+    let by_id = json!([{ "id": "r4-qv", "scale": 0.5 }, { "id": "r16-rslora", "scale": 1 }]);
+    let again = ask_with(&server, by_id.clone()).await;
+    assert_eq!((text(&again), cached(&again), registered().await), (&*said, Some(4), 4.0));
+    assert_eq!(chat_with(&server, both(1.0)).await, said);
+    let sampling = json!({ "temperature": 0, "max_new_tokens": 12 });
+    let native = json!({ "text": [QUESTION, QUESTION], "sampling_params": sampling, "lora": by_id });
+    let (status, native) = server.post("/generate", native).await;
+    assert_eq!((status, &native[0]["text"], &native[1]["text"]), (200, &json!(said), &json!(said)));
+    // The order is that of the sum, and the scales are the combination's.
+    let (other_scale, other_order) = (both(0.9), json!([part("r16-rslora", 1.0), part("r4-qv", 0.5)]));
+    for (lora, count) in [(other_scale, 5.0), (other_order, 6.0)] {
+        let answer = ask_with(&server, lora).await;
+        assert_eq!((answer.0, cached(&answer), registered().await), (200, Some(0), count));
+    }
+
+    // Its combinations go with a version that is replaced, and are made of the new one.
+    assert_eq!(server.load("r16-rslora", "r8-all", true).await.0, 200);
+    let replaced = ask_with(&server, both(1.0)).await;
+    assert_eq!((cached(&replaced), registered().await), (Some(0), 4.0));
+    assert_eq!(server.load("r8-all", "r8-all", false).await.0, 200);
+    let same = ask_with(&server, json!([part("r4-qv", 0.5), part("r8-all", 1.0)])).await;
+    assert_eq!((text(&replaced), registered().await), (text(&same), 6.0));
+    for name in ["r8-all", "r16-rslora"] {
+        assert_eq!(server.unload(name).await.0, 200);
+    }
+    assert_eq!(registered().await, 2.0);
+    let gone = ask_with(&server, both(1.0)).await;
+    assert_eq!((error(&gone).0, &gone.1["error"]["param"]), (404, &json!("lora")));
+
+    for (lora, part_of_message) in [
+        (json!([part("base", 1.0)]), "`base` is the base model"),
+        (json!(vec![part("r4-qv", 0.1); 5]), "`lora` has 5 adapters, and at most 4"),
+        (json!(vec![part("r4-qv", 0.1); 4]), ""),
+        (json!([part("r4-qv", 1e39)]), "The scale of `r4-qv` in `lora` is out of range"),
+        (json!([part("r4-qv", 1e-39), part("layers", 1.0)]), "is not a normal f32"),
+        (json!([{ "name": "r4-qv" }]), "`lora` must be a list of objects"),
+        (json!([{ "name": "r4-qv", "scale": 1, "weight": 1 }]), "`lora` must be a list of objects"),
+        (json!([{ "id": 0, "scale": 1 }]), "`lora` must be a list of objects"),
+        (json!("r4-qv"), "`lora` must be a list of objects"),
+    ] {
+        let answer = ask_with(&server, lora.clone()).await;
+        if part_of_message.is_empty() {
+            assert_eq!(answer.0, 200, "{lora}");
+            continue;
+        }
+        let (status, message) = error(&answer);
+        assert!(status == 400 && message.contains(part_of_message), "{lora}: {message}");
+        assert_eq!(answer.1["error"]["param"], "lora", "{lora}");
+    }
+    assert_eq!(server.load("wide", "r16-rslora", false).await.0, 200);
+    let wide = ask_with(&server, json!([part("wide", 0.5), part("r4-qv", 0.5), part("layers", 0.25)])).await;
+    assert_eq!(wide.0, 200);
+    let wider = ask_with(&server, json!([part("wide", 0.5), part("wide", 0.25)])).await;
+    assert_eq!(error(&wider), (400, "LoRA rank 32 is greater than max_lora_rank 24.".into()));
+    for (field, value) in [("model", "r4-qv"), ("lora_path", "r4-qv")] {
+        let mut body = json!({ "prompt": QUESTION, "lora": both(1.0) });
+        body[field] = json!(value);
+        assert_eq!(error(&server.complete(body).await).0, 400, "{field}");
+    }
+    server.holds_nothing().await;
+}
+
+/// A gateway that grants models by `model` sees all that answers.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_of_adapters_needs_the_flag_of_lora_path() {
+    let module = format!("saffron={}", fixture("adapters/r8-all").display());
+    let server = Server::start(&["--enable-lora", "--lora-modules", &module]).await;
+    let refused = ask_with(&server, json!([{ "name": "saffron", "scale": 0.5 }])).await;
+    assert!(error(&refused).1.starts_with("`lora` is not taken: "), "{refused:?}");
+    assert_eq!(text(&ask_with(&server, json!([])).await), " I do not know.");
+}

@@ -102,6 +102,11 @@ impl Stress {
             let name = if rng.random_ratio(1, 6) { "base" } else { NAMES[rng.random_range(0..NAMES.len())] };
             let start = if name == "base" { 0 } else { self.words(name).changes };
             let mut body = json!({ "model": name, "prompt": QUESTION, "temperature": 0, "max_tokens": 12 });
+            if name != "base" && rng.random_ratio(1, 4) {
+                // A combination of its own for each version.
+                body["model"] = json!("base");
+                body["lora"] = json!([{ "name": name, "scale": 0.999 }]);
+            }
             let (is_streamed, vanishes) = (rng.random_ratio(1, 2), rng.random_ratio(1, 8));
             body["stream"] = json!(is_streamed || vanishes);
             let response = self.server.send("/v1/completions", body.to_string()).await;
@@ -202,6 +207,7 @@ async fn stress(fewer: usize, arguments: &[&str]) {
     let root_arg = root.display().to_string();
     let mut all = vec![
         "--enable-lora",
+        "--enable-lora-path",
         "--lora-root",
         &root_arg,
         "--max-loras",
