@@ -517,6 +517,10 @@ async fn shows(server: &Server, field: &str) {
     match field {
         "model" => assert_eq!(ask(json!({ "model": "saffron" })).await["text"], " saffron."),
         "lora_path" => assert_eq!(ask(json!({ "lora_path": "saffron" })).await["text"], " saffron."),
+        "lora" => {
+            let halves = json!([{ "name": "saffron", "scale": 0.5 }, { "id": "saffron", "scale": 0.5 }]);
+            assert_eq!(ask(json!({ "lora": halves })).await["text"], " saffron.");
+        }
         "prompt" => {
             let two =
                 complete(server, json!({ "prompt": [QUESTION, "The capital of France is"] })).await["choices"].clone();
