@@ -94,7 +94,10 @@ fn summary(record: &Record, chosen: &Chosen) -> Result<String> {
     Ok(format!(
         "{}\n{}",
         table.markdown(),
-        source(record, &[("linear layers", &record.linear), ("experts", &record.moe)])
+        source(
+            record,
+            &[("linear layers", &record.linear), ("experts", &record.moe), ("base GEMM with LoRA", &record.layer)],
+        )
     ))
 }
 

@@ -58,13 +58,15 @@ fn the_newest_gpu_is_shown_once_it_has_a_record() {
     };
     assert!(text_of("README.md").contains("One NVIDIA H100 80GB HBM3, linear layers at commit 7fddccc"));
 
-    // The other record has one commit for linear layers and experts.
+    // The other record has one commit for linear layers and experts, and another one for layers with their GEMM.
     for file in ["linear.json", "moe.json", "layer.json", "others.json"] {
         copied(&format!("benches/record/h100/{file}"), &format!("benches/record/h200/{file}"), &|text| {
             text.replace("H100 80GB HBM3", "H200").replace("644c058", "7fddccc").replace("4b2b527", "abcdef0")
         });
     }
-    assert!(text_of("README.md").contains("One NVIDIA H200, commit 7fddccc (`benches/record/h200`)."));
+    let parts = "linear layers at commit 7fddccc, experts at commit 7fddccc, base GEMM with LoRA at commit abcdef0";
+    assert!(text_of("README.md").contains(&format!("One NVIDIA H200, {parts} (`benches/record/h200`).")));
+    assert!(text_of("benches/README.md").contains("One NVIDIA H200, commit 7fddccc (`benches/record/h200`)."));
     assert!(text_of("benches/plots/tokens.svg").contains("NVIDIA H200, commit 7fddccc, benches/record/h200"));
     assert!(text_of("benches/plots/layer.svg").contains("commit abcdef0"));
 }
