@@ -8,22 +8,23 @@ pub use aril::cuda::{
 };
 use aril::{
     DType, Element,
-    cuda::{Buffer, LaunchError, Queue, RoutedBatch, View, ViewMut},
+    cuda::{self, Buffer, LaunchError, Queue, RoutedBatch, View, ViewMut},
     error::{LoadError, OperandError},
-    model::Model,
+    model::{LinearId, Model},
     plan::{Capacity, RouteCapacity, WorkspaceBytes},
     pool::{PoolConfig, StreamId},
     routing::Batch,
 };
 use cudarc::driver::{
-    DeviceRepr, ValidAsZeroBits,
+    DeviceRepr, ValidAsZeroBits, result,
     sys::{CUgraphInstantiate_flags, CUresult},
 };
+use half::bf16;
 
 pub use crate::experts::launch;
 use crate::{
     device::Gpu,
-    model::{Beside, Captured, Refused, STREAMS},
+    model::{Beside, Captured, FEATURES, MAX_RANK, POSITIONS, Refused, STREAMS, machine::ROWS},
 };
 
 pub type Elements<T = f32> = Buffer<T>;
@@ -38,6 +39,51 @@ pub const ROUTINGS: usize = 4;
 pub trait Value: Element + DeviceRepr + ValidAsZeroBits {}
 
 impl<T: Element + DeviceRepr + ValidAsZeroBits> Value for T {}
+
+/// A stack behind W of zeros, and the output of the GEMM by both, which is the host's.
+pub struct Stack {
+    stack: cuda::Stack,
+    w: Buffer<bf16>,
+    num_rows: usize,
+    y: Buffer<bf16>,
+}
+
+impl Stack {
+    pub fn new(weights: &WeightTable, id: LinearId) -> Option<Self> {
+        let num_rows = LoraLinear::new(weights, id).unwrap().plan().stacked_rows(POSITIONS, MAX_RANK);
+        let mut w = Buffer::zeros(weights.queue(), (FEATURES + num_rows) * FEATURES).unwrap();
+        let rows = w.split_off(FEATURES * FEATURES);
+        let stack = cuda::Stack::new(weights, (POSITIONS, MAX_RANK), [(id, rows)]).unwrap();
+        let y = Buffer::zeros(weights.queue(), ROWS * (FEATURES + num_rows)).unwrap();
+        Some(Self { stack, w, num_rows, y })
+    }
+
+    /// Places the batch, and multiplies x of ones by W and by what the stack then has.
+    pub fn multiply(&mut self, step: &mut Step<'_>) -> Result<(), Error> {
+        self.stack.place(step)?;
+        let mut rows = vec![bf16::ZERO; self.num_rows * FEATURES];
+        step.queue().stream().synchronize()?;
+        let first = self.w.device_ptr() + (FEATURES * FEATURES * size_of::<bf16>()) as u64;
+        // SAFETY: the stack keeps the memory, which has this many elements behind W.
+        unsafe { result::memcpy_dtoh_sync(&mut rows, first) }?;
+        let v = rows.chunks(FEATURES).map(|row| bf16::from_f32(row.iter().map(|a| a.to_f32()).sum()));
+        let row: Vec<_> = [bf16::ZERO; FEATURES].into_iter().chain(v).collect();
+        self.y.write(&row.repeat(ROWS))
+    }
+
+    pub fn add_delta(&mut self, layer: &LoraLinear, step: &mut Step<'_>) -> Result<(), Error> {
+        if step.is_captured() {
+            self.stack.place(step)?;
+        }
+        let y = MatrixMut::new(&mut self.y, step.num_tokens(), FEATURES + self.num_rows)?;
+        layer.add_stacked_delta(step, &self.stack, y)
+    }
+
+    /// y without v.
+    pub fn y(&self) -> Vec<bf16> {
+        elements_of(&self.y).chunks(FEATURES + self.num_rows).flat_map(|row| row[..FEATURES].to_vec()).collect()
+    }
+}
 
 /// Streams of one device.
 #[derive(Clone)]
@@ -153,12 +199,8 @@ pub fn operand_error(error: &(dyn std::error::Error + 'static)) -> Option<Operan
     }
 }
 
-pub fn write(to: &mut Elements, elements: &[f32]) {
+pub fn write<T: DeviceRepr>(to: &mut Elements<T>, elements: &[T]) {
     to.write(elements).unwrap();
-}
-
-pub fn read(from: &Elements, elements: &mut [f32]) {
-    from.read(elements).unwrap();
 }
 
 pub fn capture(

@@ -8,7 +8,7 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
+    Slot,
     adapter::SlotImage,
     error::{LoadError, SlotError},
     group::{ChannelError, GroupPool, InProcess, Message, Ranks},
@@ -17,20 +17,22 @@ use aril::{
     routing::Batch,
 };
 
+use half::bf16;
+
 use super::{
-    ADAPTERS, BYTES, Captured, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, adapter, capacity,
-    routing_capacity, spec,
+    ADAPTERS, BYTES, Captured, DTYPE, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, adapter,
+    capacity, routing_capacity, spec,
 };
 use crate::{
     backend::{
         self, AdapterPool, Backend, Elements, Error, Filled, Graph, LoraLinear, Matrix, MatrixMut, Reservation,
-        Routing, Staging, Step, Tiers, WeightTable, Workspace, refused,
+        Routing, Stack, Staging, Step, Tiers, WeightTable, Workspace, refused,
     },
     common::adding,
 };
 
 /// Rows of the operands, more than any batch has.
-const ROWS: usize = 16;
+pub const ROWS: usize = 16;
 
 /// The same of either pool.
 macro_rules! of {
@@ -49,6 +51,9 @@ pub struct Machine {
     plain: WeightTable,
     pool: Pool,
     streams: Vec<StreamId>,
+    /// Of the plain table, and of the pool's streams. The CPU has none.
+    stack: Option<Stack>,
+    stacks: Vec<Option<Stack>>,
     lanes: Vec<Lane>,
     staging: Staging,
     elsewhere: Elsewhere,
@@ -68,11 +73,11 @@ impl Elsewhere {
         const LOADED: usize = SLOTS + 2;
         let adapter = Arc::new(adapter(8, 0.5, false));
         let capacity = capacity().slots(LOADED);
-        let table = backend.table(model, DType::F32, capacity, (LOADED + 1) * (BYTES + backend::ROW_BYTES)).unwrap();
-        let image = adapter.plan(model, DType::F32).unwrap();
+        let table = backend.table(model, DTYPE, capacity, (LOADED + 1) * (BYTES + backend::ROW_BYTES)).unwrap();
+        let image = adapter.plan(model, DTYPE).unwrap();
         let mut slots: Vec<_> = (0..LOADED).map(|slot| table.load(slot, &image).unwrap()).collect();
         let (Pool::Alone(mut pool), _) = new_pool(backend, model, false) else { unreachable!("it is of no group") };
-        let source = || Source::memory(Arc::clone(&adapter), model, DType::F32).unwrap();
+        let source = || Source::memory(Arc::clone(&adapter), model, DTYPE).unwrap();
         let ids: Vec<_> = (0..SLOTS).map(|_| pool.register(source()).unwrap()).collect();
         let leases: Vec<_> = ids.into_iter().map(|id| acquire(&mut pool, id, StreamId::FIRST).unwrap()).collect();
         slots.extend(leases.iter().map(Lease::slot));
@@ -120,8 +125,8 @@ impl Ranks for Failing {
 struct Lane {
     routings: Vec<Routing>,
     workspace: Workspace,
-    x: Elements,
-    y: Elements,
+    x: Elements<bf16>,
+    y: Elements<bf16>,
 }
 
 /// Operations on a step: its own delta, or a replay.
@@ -134,19 +139,21 @@ impl Machine {
     pub fn new(backend: Backend) -> Self {
         let (model, id) = spec();
         let table =
-            |adapters| backend.table(&model, DType::F32, capacity(), adapters * (BYTES + backend::ROW_BYTES)).unwrap();
+            |adapters| backend.table(&model, DTYPE, capacity(), adapters * (BYTES + backend::ROW_BYTES)).unwrap();
         // Room for what is loaded beside what a step keeps, and for what is not committed yet.
         let plain = table(2 * SLOTS + 1 + PENDING);
         let (pool, streams) = new_pool(&backend, &model, false);
         let lanes = (0..STREAMS).map(|stream| Lane {
             routings: (0..backend::ROUTINGS).map(|i| backend.routing(stream, routing_capacity(i)).unwrap()).collect(),
             workspace: backend.workspace(stream, &plain),
-            x: backend.elements(stream, &[1.0; ROWS * FEATURES]),
-            y: backend.elements(stream, &[0.0; ROWS * FEATURES]),
+            x: backend.elements(stream, &[bf16::ONE; ROWS * FEATURES]),
+            y: backend.elements(stream, &[bf16::ZERO; ROWS * FEATURES]),
         });
         let (lanes, staging) = (lanes.collect(), plain.staging().unwrap());
         let elsewhere = Elsewhere::new(&backend, &model);
-        Self { id, plain, pool, streams, lanes, staging, elsewhere, backend, model }
+        let stack = Stack::new(&plain, id);
+        let stacks = new_stacks(&pool, &streams, id);
+        Self { id, plain, pool, streams, stack, stacks, lanes, staging, elsewhere, backend, model }
     }
 
     fn table(&self, table: Table) -> &WeightTable {
@@ -156,28 +163,44 @@ impl Machine {
         }
     }
 
-    /// What a step adds to each row.
-    fn run(&mut self, of: Of, routing: usize, slots: &[Slot], work: Work<'_>) -> Result<Vec<f32>, Error> {
-        let Self { plain, pool, lanes, streams, .. } = self;
-        let (table, lane) = match of {
-            Of::Table(Table::Plain) => (&*plain, 0),
-            Of::Table(Table::Pool) => (of!(&*pool, pool => pool.weights(streams[0]).unwrap()), 0),
-            Of::Pool(stream) => (of!(&*pool, pool => pool.weights(streams[stream]).unwrap()), stream),
+    /// What a step adds to each row, with a stack or without.
+    fn run(
+        &mut self,
+        of: Of,
+        routing: usize,
+        slots: &[Slot],
+        is_stacked: bool,
+        work: Work<'_>,
+    ) -> Result<Vec<f32>, Error> {
+        let Self { plain, pool, lanes, streams, stack, stacks, .. } = self;
+        let (table, stack, lane) = match of {
+            Of::Table(Table::Plain) => (&*plain, stack, 0),
+            Of::Table(Table::Pool) => (of!(&*pool, pool => pool.weights(streams[0]).unwrap()), &mut stacks[0], 0),
+            Of::Pool(stream) => {
+                (of!(&*pool, pool => pool.weights(streams[stream]).unwrap()), &mut stacks[stream], stream)
+            }
         };
+        let mut stack = stack.as_mut().filter(|_| is_stacked);
         let layer = LoraLinear::new(table, self.id).unwrap();
         let Lane { routings, workspace, x, y } = &mut lanes[lane];
-        backend::write(y, &[0.0; ROWS * FEATURES]);
+        backend::write(y, &[bf16::ZERO; ROWS * FEATURES]);
         let batch = routings[routing].update(&Batch::new(slots))?;
         let mut step = match of {
             Of::Table(_) => table.step(&batch, workspace)?,
             Of::Pool(stream) => of!(&*pool, pool => pool.step(streams[stream], &batch, workspace)?),
         };
-        match work {
-            Work::AddDelta => add_delta(&layer, &mut step, x, y)?,
-            Work::Replay(graph) => backend::replay(graph, &mut step)?,
+        if let Some(stack) = &mut stack {
+            stack.multiply(&mut step)?;
+        }
+        match (work, &mut stack) {
+            (Work::AddDelta, None) => add_delta(&layer, &mut step, x, y)?,
+            (Work::AddDelta, Some(stack)) => stack.add_delta(&layer, &mut step)?,
+            (Work::Replay(graph), _) => backend::replay(graph, &mut step)?,
         }
         drop(step);
-        let mut added = added(y);
+        let y = stack.map_or_else(|| backend::elements_of(y), |stack| stack.y());
+        let y: Vec<f32> = y.into_iter().map(bf16::to_f32).collect();
+        let mut added = adding::added(&y, FEATURES);
         let others = added.split_off(slots.len());
         assert!(others.iter().all(|added| *added == 0.0), "rows beyond the batch of {} have {others:?}", slots.len());
         Ok(added)
@@ -187,9 +210,9 @@ impl Machine {
 /// A pool with a table for each stream, of a group or not.
 fn new_pool(backend: &Backend, model: &Model, is_of_group: bool) -> (Pool, Vec<StreamId>) {
     // Whatever blocks of the arena are in use, there is room for another: the slots alone say whether the pool is full.
-    let [device, host] = [4 * SLOTS, ADAPTERS].map(|count| AdapterPool::arena_bytes(model, DType::F32, 8, count));
+    let [device, host] = [4 * SLOTS, ADAPTERS].map(|count| AdapterPool::arena_bytes(model, DTYPE, 8, count));
     let config = PoolConfig::arena_bytes(device).host_bytes(host).loaders(1);
-    let mut pool = backend.pool(model, DType::F32, capacity(), config);
+    let mut pool = backend.pool(model, DTYPE, capacity(), config);
     let others = (1..STREAMS).map(|stream| backend.add_stream(&mut pool, stream));
     let streams = [StreamId::FIRST].into_iter().chain(others).collect();
     if !is_of_group {
@@ -201,17 +224,14 @@ fn new_pool(backend: &Backend, model: &Model, is_of_group: bool) -> (Pool, Vec<S
     (Pool::OfGroup(GroupPool::new(ranks, pool).unwrap(), fails), streams)
 }
 
-/// The step loop of an engine, for one layer.
-fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, x: &Elements, y: &mut Elements) -> Result<(), Error> {
-    let rows = step.num_tokens();
-    layer.add_delta(step, Matrix::<f32>::new(x, rows, FEATURES)?, MatrixMut::<f32>::new(y, rows, FEATURES)?)
+fn new_stacks(pool: &Pool, streams: &[StreamId], id: LinearId) -> Vec<Option<Stack>> {
+    streams.iter().map(|&stream| Stack::new(of!(pool, pool => pool.weights(stream).unwrap()), id)).collect()
 }
 
-/// What was added to each row.
-fn added(y: &Elements) -> Vec<f32> {
-    let mut all = vec![f32::NAN; ROWS * FEATURES];
-    backend::read(y, &mut all);
-    adding::added(&all, FEATURES)
+/// The step loop of an engine, for one layer.
+fn add_delta(layer: &LoraLinear, step: &mut Step<'_>, x: &Elements<bf16>, y: &mut Elements<bf16>) -> Result<(), Error> {
+    let rows = step.num_tokens();
+    layer.add_delta(step, Matrix::<bf16>::new(x, rows, FEATURES)?, MatrixMut::<bf16>::new(y, rows, FEATURES)?)
 }
 
 /// The loader of an engine.
@@ -297,31 +317,44 @@ impl Device for Machine {
         [self.plain.usage().used, self.plain.loaded().iter().map(|info| info.bytes).sum()]
     }
 
-    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
-        self.run(of, routing, slots, Work::AddDelta).map_err(refused)
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot], is_stacked: bool) -> Result<Vec<f32>, Refused> {
+        self.run(of, routing, slots, is_stacked, Work::AddDelta).map_err(refused)
     }
 
     fn capture(&mut self, of: Of, captured: Captured) -> Result<Graph, Refused> {
         let stream = if let Of::Pool(stream) = of { stream } else { 0 };
-        let Self { plain, pool, lanes, streams, .. } = self;
-        let table = match of {
-            Of::Table(Table::Plain) => &*plain,
-            Of::Table(Table::Pool) | Of::Pool(_) => of!(&*pool, pool => pool.weights(streams[stream]).unwrap()),
+        let Self { plain, pool, lanes, streams, stack, stacks, .. } = self;
+        let (table, stack) = match of {
+            Of::Table(Table::Plain) => (&*plain, stack),
+            Of::Table(Table::Pool) | Of::Pool(_) => {
+                (of!(&*pool, pool => pool.weights(streams[stream]).unwrap()), &mut stacks[stream])
+            }
         };
+        let mut stack = stack.as_mut().filter(|_| captured.is_stacked);
         let layer = LoraLinear::new(table, self.id).unwrap();
         let Lane { routings, workspace, x, y } = &mut lanes[stream];
         let (routing, weights) = (&routings[captured.routing], table);
         let record = |step: &mut Step<'_>| {
             backend::call_beside(captured.beside, step, weights, routing);
-            add_delta(&layer, step, x, y)?;
+            match &mut stack {
+                Some(stack) => stack.add_delta(&layer, step)?,
+                None => add_delta(&layer, step, x, y)?,
+            }
             backend::call_beside(captured.beside, step, weights, routing);
             Ok(())
         };
         backend::capture(table, routing, captured, workspace, record).map_err(refused)
     }
 
-    fn replay(&mut self, graph: &mut Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
-        self.run(of, routing, slots, Work::Replay(graph)).map_err(refused)
+    fn replay(
+        &mut self,
+        graph: &mut Graph,
+        of: Of,
+        routing: usize,
+        slots: &[Slot],
+        is_stacked: bool,
+    ) -> Result<Vec<f32>, Refused> {
+        self.run(of, routing, slots, is_stacked, Work::Replay(graph)).map_err(refused)
     }
 
     fn copy(&mut self, of: usize, on: usize) -> Result<(), Refused> {
@@ -337,7 +370,7 @@ impl Device for Machine {
         let plain = self.plain.clone();
         thread::scope(|threads| {
             let loader = threads.spawn(move || load(&plain, to, image));
-            let added = self.run(Of::Table(Table::Plain), 0, slots, Work::AddDelta).map_err(refused);
+            let added = self.run(Of::Table(Table::Plain), 0, slots, false, Work::AddDelta).map_err(refused);
             (added, loader.join().unwrap())
         })
     }
@@ -389,5 +422,6 @@ impl Device for Machine {
     fn renew_pool(&mut self) {
         let is_of_group = matches!(self.pool, Pool::Alone(_));
         (self.pool, self.streams) = new_pool(&self.backend, &self.model, is_of_group);
+        self.stacks = new_stacks(&self.pool, &self.streams, self.id);
     }
 }

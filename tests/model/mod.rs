@@ -1,8 +1,8 @@
 //! Any calls of the safe API, legal or not, against a model that knows which of them succeed and what each row of a
 //! step is.
 //!
-//! A plain table and an adapter pool with two streams are driven together, and graphs where the backend has them. Every
-//! other pool is that of a group of one rank. All of them have the same model, whose adapters add a number to every
+//! A plain table and an adapter pool with two streams are driven together, and graphs and stacks where the backend has
+//! them. Every other pool is that of a group of one rank. All of them have the same model, whose adapters add a number to every
 //! output. A [`Device`] is all of this on a backend, as [`machine`] makes it; [`Broken`] breaks one promise of it at a
 //! time, to show that the model sees it.
 #![allow(dead_code, unreachable_pub, reason = "not every binary breaks promises")]
@@ -23,6 +23,7 @@ use aril::{
     plan::Capacity,
     pool::{AdapterId, Lease, PoolError, Source},
 };
+use half::bf16;
 use proptest::prelude::*;
 
 use crate::common::{adapters, adding};
@@ -38,9 +39,12 @@ pub const MAX_TOKENS: usize = 6;
 pub const PENDING: usize = 2;
 /// The most graphs.
 const GRAPHS: usize = 4;
-const MAX_RANK: usize = 8;
+pub const MAX_RANK: usize = 8;
 /// Size of an adapter: A and B are padded to 8 ranks.
-pub const BYTES: usize = 2 * 8 * FEATURES * size_of::<f32>();
+pub const BYTES: usize = 2 * 8 * FEATURES * size_of::<bf16>();
+pub const DTYPE: DType = DType::BF16;
+/// Adapters for which a stack has room.
+pub const POSITIONS: usize = SLOTS - 1;
 
 pub fn capacity() -> Capacity {
     Capacity::tokens(MAX_TOKENS).slots(SLOTS).rank(MAX_RANK)
@@ -108,6 +112,8 @@ pub struct Captured {
     pub routing: usize,
     pub tokens: usize,
     pub has_adapters: bool,
+    /// Whether its operation is that of a stack.
+    pub is_stacked: bool,
     pub beside: Beside,
 }
 
@@ -152,12 +158,19 @@ pub trait Device {
     fn strangers(&self) -> &[Slot];
     /// The bytes that the plain table's arena counts, and those of its slots.
     fn used(&self) -> [usize; 2];
-    /// What a step adds to each row.
-    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused>;
+    /// What a step adds to each row, with a stack or without.
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot], is_stacked: bool) -> Result<Vec<f32>, Refused>;
     /// Captures such a step.
     fn capture(&mut self, of: Of, captured: Captured) -> Result<Self::Graph, Refused>;
-    /// What a step adds whose only operation is a replay.
-    fn replay(&mut self, graph: &mut Self::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused>;
+    /// What a step adds whose only operation is a replay, of a graph with a stack or without.
+    fn replay(
+        &mut self,
+        graph: &mut Self::Graph,
+        of: Of,
+        routing: usize,
+        slots: &[Slot],
+        is_stacked: bool,
+    ) -> Result<Vec<f32>, Refused>;
     /// Copies a slice that cudarc has allocated on a stream, on the queue of another.
     fn copy(&mut self, of: usize, on: usize) -> Result<(), Refused>;
     /// A step of the plain table while another thread loads.
@@ -245,7 +258,8 @@ pub enum Call {
     FailChannel(Fails),
     /// A lease of a pool that is gone, on this thread or on another.
     DropOrphan(bool),
-    Step(Of, usize, Vec<Row>),
+    /// With a stack or without.
+    Step(Of, usize, Vec<Row>, bool),
     Capture(Of, Captured),
     DropGraph(usize),
     Replay(usize, Replay),
@@ -300,9 +314,15 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         Beside::Allocation,
         Beside::Capture,
     ]);
-    let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8), beside);
-    let captured =
-        captured.prop_map(|(routing, tokens, has_adapters, beside)| Captured { routing, tokens, has_adapters, beside });
+    let is_stacked = || prop::bool::weighted(if has_graphs { 0.4 } else { 0.0 });
+    let captured = (routing(), 1..MAX_TOKENS + 2, prop::bool::weighted(0.8), is_stacked(), beside);
+    let captured = captured.prop_map(|(routing, tokens, has_adapters, is_stacked, beside)| Captured {
+        routing,
+        tokens,
+        has_adapters,
+        is_stacked,
+        beside,
+    });
     let replay = (prop::option::weighted(0.3, (of(), routing())), rows()).prop_map(|(of, rows)| Replay { of, rows });
     let call = prop_oneof![
         3 => (table(), slot(), image()).prop_map(|(table, slot, image)| Call::Load(table, slot, image)),
@@ -322,7 +342,8 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
             3 => any::<bool>().prop_map(Call::DropOrphan),
             2 => prop::sample::select(vec![Fails::Panics, Fails::Lies, Fails::Empty]).prop_map(Call::FailChannel),
         ],
-        10 => (of(), routing(), rows()).prop_map(|(of, routing, rows)| Call::Step(of, routing, rows)),
+        10 => (of(), routing(), rows(), is_stacked())
+            .prop_map(|(of, routing, rows, is_stacked)| Call::Step(of, routing, rows, is_stacked)),
     ];
     let of_graphs = prop_oneof![
         2 => (of(), captured).prop_map(|(of, captured)| Call::Capture(of, captured)),
@@ -470,7 +491,7 @@ impl<D: Device> Expected<D> {
                 if self.adapters.iter().filter(|adapter| !adapter.is_gone).count() < ADAPTERS {
                     let value = self.number();
                     let adapter = Arc::new(adapter(8, value, panics));
-                    let source = Source::memory(adapter, self.device.model(), DType::F32).unwrap();
+                    let source = Source::memory(adapter, self.device.model(), DTYPE).unwrap();
                     let registered = self.device.register(source);
                     let Some(id) = self.unless_over(registered)? else { return Ok(()) };
                     let (streams, waits_for) = (BTreeSet::new(), BTreeSet::new());
@@ -536,7 +557,7 @@ impl<D: Device> Expected<D> {
                 }
                 Ok(())
             }
-            Call::Step(of, routing, ref rows) => self.step(of, routing, rows),
+            Call::Step(of, routing, ref rows, is_stacked) => self.step(of, routing, rows, is_stacked),
             Call::Capture(of, captured) => self.capture(of, captured),
             Call::DropGraph(index) => {
                 if let Some(index) = of(index, self.graphs.len()) {
@@ -564,9 +585,9 @@ impl<D: Device> Expected<D> {
         };
         let model = self.device.model().clone();
         let planned = match image {
-            Image::OtherModel => self.other.1.plan(&self.other.0, DType::F32),
-            Image::OtherType => adapter.plan(&model, DType::BF16),
-            _ => adapter.plan(&model, DType::F32),
+            Image::OtherModel => self.other.1.plan(&self.other.0, DTYPE),
+            Image::OtherType => adapter.plan(&model, DType::F16),
+            _ => adapter.plan(&model, DTYPE),
         };
         let result = call(&mut self.device, &planned.unwrap());
         (result, adapter, value)
@@ -603,7 +624,7 @@ impl<D: Device> Expected<D> {
         let result = if is_own {
             let model = self.device.model().clone();
             // Planned again, it is the same.
-            self.device.fill(room, &own.plan(&model, DType::F32).unwrap(), image == Image::Panics)
+            self.device.fill(room, &own.plan(&model, DTYPE).unwrap(), image == Image::Panics)
         } else {
             self.planned(image, |device, image| device.fill(room, image, false)).0
         };
@@ -676,7 +697,7 @@ impl<D: Device> Expected<D> {
         };
         let (of, routing) = replay.of.map_or((own, captured.routing), |(of, routing)| (of, routing % D::ROUTINGS));
         let slots = self.slots(of, &replay.rows);
-        let result = self.device.replay(&mut recorded.graph, of, routing, &slots);
+        let result = self.device.replay(&mut recorded.graph, of, routing, &slots, captured.is_stacked);
         self.graphs.insert(index, recorded);
         let is_own = match (of, own) {
             (Of::Pool(stream), Of::Pool(other)) => stream == other && pool == self.pools,
@@ -696,12 +717,16 @@ impl<D: Device> Expected<D> {
                 expect!(is_own && routing == captured.routing, "a graph is replayed in a step of others: {added:?}");
                 expect!(slots.len() <= captured.tokens, "{} tokens are replayed by {captured:?}", slots.len());
                 expect!(captured.has_adapters || !has_adapters, "adapters are replayed by {captured:?}");
+                expect!(!captured.is_stacked || fits(&slots), "the stack has no room for {slots:?}");
                 expect!(added == values, "{added:?} instead of {values:?}");
             }
             Err(Refused::Operand(OperandError::Capacity { .. })) => {
                 expect!(slots.len() > captured.tokens, "{} tokens do not fit in {captured:?}", slots.len());
             }
             Err(Refused::WithoutAdapters) => expect!(!captured.has_adapters && has_adapters, "{slots:?}, {captured:?}"),
+            Err(Refused::Operand(OperandError::NotPlaced)) => {
+                expect!(captured.is_stacked && (!is_own || !fits(&slots)), "{slots:?} are placed");
+            }
             Err(Refused::OtherGraph) => {
                 expect!(!is_own || routing != captured.routing, "the step is that of the graph");
             }
@@ -735,7 +760,7 @@ impl<D: Device> Expected<D> {
         let value = self.number();
         let adapter = adapter(8, value, false);
         let model = self.device.model().clone();
-        let image = adapter.plan(&model, DType::F32).unwrap();
+        let image = adapter.plan(&model, DTYPE).unwrap();
         let (added, result) = self.device.step_beside(&slots, to, &image);
         let loaded = result.map_err(|error| format!("{error:?}"))?;
         let old = self.plain[to].replace((loaded, value)).map(|(slot, _)| slot);
@@ -804,9 +829,9 @@ impl<D: Device> Expected<D> {
         }
     }
 
-    fn step(&mut self, of: Of, routing: usize, rows: &[Row]) -> Outcome {
+    fn step(&mut self, of: Of, routing: usize, rows: &[Row], is_stacked: bool) -> Outcome {
         let (slots, routing) = (self.slots(of, rows), routing % D::ROUTINGS);
-        let result = self.device.step(of, routing, &slots);
+        let result = self.device.step(of, routing, &slots, is_stacked);
         match self.rows(of, routing, &slots) {
             Rows::Refused(is_too_long) => {
                 expect!(result.is_err(), "the step of {slots:?} is not refused: {result:?}");
@@ -824,6 +849,9 @@ impl<D: Device> Expected<D> {
                     _ => None,
                 };
                 expect!(named.is_some_and(|named| strays.contains(named)), "{strays:?}: {error:?}");
+            }
+            Rows::Are(_) if is_stacked && !fits(&slots) => {
+                expect!(matches!(result, Err(Refused::Operand(OperandError::NotPlaced))), "{result:?}");
             }
             Rows::Are(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
         }
@@ -925,6 +953,11 @@ enum Rows {
     Are(Vec<f32>),
 }
 
+/// Whether a stack has room for the adapters.
+fn fits(slots: &[Slot]) -> bool {
+    slots.iter().filter(|slot| **slot != Slot::BASE).collect::<BTreeSet<_>>().len() <= POSITIONS
+}
+
 /// An index into a list of this length.
 fn of(index: usize, len: usize) -> Option<usize> {
     (len > 0).then(|| index % len)
@@ -944,6 +977,8 @@ pub enum Promise {
     RefusesReplays,
     /// A row is its own token's.
     OwnRow,
+    /// A stack refuses a batch for which it has no room.
+    RefusesStacks,
     /// An adapter that was replaced or unloaded is gone.
     Unloads,
     /// A load that panics or fails changes nothing.
@@ -960,12 +995,13 @@ pub enum Promise {
     OwnStream,
 }
 
-pub const PROMISES: [Promise; 12] = [
+pub const PROMISES: [Promise; 13] = [
     Promise::RefusesSteps,
     Promise::RefusesSlots,
     Promise::OwnRoom,
     Promise::RefusesReplays,
     Promise::OwnRow,
+    Promise::RefusesStacks,
     Promise::Unloads,
     Promise::LoadsWhole,
     Promise::Owner,
@@ -975,9 +1011,9 @@ pub const PROMISES: [Promise; 12] = [
     Promise::OwnStream,
 ];
 
-/// The promises of devices without graphs and streams.
+/// The promises of devices without graphs, stacks and streams.
 pub fn promises_without_graphs() -> impl Iterator<Item = Promise> {
-    let of_graphs = [Promise::RefusesReplays, Promise::CapturesAlone, Promise::OwnStream];
+    let of_graphs = [Promise::RefusesReplays, Promise::RefusesStacks, Promise::CapturesAlone, Promise::OwnStream];
     PROMISES.into_iter().filter(move |promise| !of_graphs.contains(promise))
 }
 
@@ -1052,9 +1088,12 @@ impl<D: Device> Device for Broken<D> {
         self.device.used()
     }
 
-    fn step(&mut self, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
-        let result = self.device.step(of, routing, slots);
+    fn step(&mut self, of: Of, routing: usize, slots: &[Slot], is_stacked: bool) -> Result<Vec<f32>, Refused> {
+        let result = self.device.step(of, routing, slots, is_stacked);
         match result {
+            Err(Refused::Operand(OperandError::NotPlaced)) if self.breaks(Promise::RefusesStacks) => {
+                Ok(vec![0.0; slots.len()])
+            }
             Err(_) if self.breaks(Promise::RefusesSteps) => Ok(vec![0.0; slots.len()]),
             Err(Refused::Operand(OperandError::NotLoaded { .. } | OperandError::NotLeased { .. }))
                 if self.breaks(Promise::RefusesSlots) =>
@@ -1080,8 +1119,15 @@ impl<D: Device> Device for Broken<D> {
         if self.breaks(Promise::OwnStream) { Ok(()) } else { self.device.copy(of, on) }
     }
 
-    fn replay(&mut self, graph: &mut D::Graph, of: Of, routing: usize, slots: &[Slot]) -> Result<Vec<f32>, Refused> {
-        let result = self.device.replay(graph, of, routing, slots);
+    fn replay(
+        &mut self,
+        graph: &mut D::Graph,
+        of: Of,
+        routing: usize,
+        slots: &[Slot],
+        is_stacked: bool,
+    ) -> Result<Vec<f32>, Refused> {
+        let result = self.device.replay(graph, of, routing, slots, is_stacked);
         let is_refused = matches!(result, Err(Refused::OtherGraph | Refused::WithoutAdapters));
         if is_refused && self.breaks(Promise::RefusesReplays) { Ok(vec![0.0; slots.len()]) } else { result }
     }

@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use aril::{
     DType,
     error::OperandError,
-    model::Model,
+    model::{LinearId, Model},
     plan::{Capacity, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -19,6 +19,8 @@ pub use aril::{
     routing::TopK,
 };
 
+use half::bf16;
+
 use crate::{
     common::experts::{Op, launch_on_cpu},
     model::{Beside, Captured, Refused},
@@ -27,8 +29,28 @@ use crate::{
 pub type Elements<T = f32> = Vec<T>;
 pub type Error = OperandError;
 
-/// The CPU has no graphs.
+/// The CPU has no graphs, and no stacks.
 pub enum Graph {}
+
+pub enum Stack {}
+
+impl Stack {
+    pub fn new(_: &WeightTable, _: LinearId) -> Option<Self> {
+        None
+    }
+
+    pub fn multiply(&mut self, _: &mut Step<'_>) -> Result<(), Error> {
+        match *self {}
+    }
+
+    pub fn add_delta(&mut self, _: &LoraLinear, _: &mut Step<'_>) -> Result<(), Error> {
+        match *self {}
+    }
+
+    pub fn y(&self) -> Vec<bf16> {
+        match *self {}
+    }
+}
 
 pub const HAS_GRAPHS: bool = false;
 pub const ROW_BYTES: usize = 0;
@@ -137,12 +159,8 @@ pub fn operand_error(_: &(dyn std::error::Error + 'static)) -> Option<OperandErr
     None
 }
 
-pub fn write(to: &mut Elements, elements: &[f32]) {
+pub fn write<T: Copy>(to: &mut Elements<T>, elements: &[T]) {
     to.copy_from_slice(elements);
-}
-
-pub fn read(from: &Elements, elements: &mut [f32]) {
-    elements.copy_from_slice(from);
 }
 
 pub fn capture(
