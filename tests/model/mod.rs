@@ -320,7 +320,8 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         routing,
         tokens,
         has_adapters,
-        is_stacked,
+        // Without adapters, that operation enqueues nothing.
+        is_stacked: is_stacked && has_adapters,
         beside,
     });
     let replay = (prop::option::weighted(0.3, (of(), routing())), rows()).prop_map(|(of, rows)| Replay { of, rows });

@@ -81,14 +81,15 @@ __device__ __forceinline__ void for_part(int64_t cols, F f) {
   }
 }
 
-// A value of a row, divided by the row's root mean square, times its weight. If something is added
-// to the weight, only the result is rounded. A kernel with `kIsQwen3`, where nothing is, has fewer
-// instructions to load: in a step of few tokens, the GEMMs' weights drive them out of the caches.
+// A value of a row, divided by the row's root mean square, times its weight: to be rounded. If
+// something is added to the weight, the first factor is not. A Qwen3 has kernels of its own
+// (`kIsQwen3`), where nothing is: in a step of few tokens, the GEMMs' weights drive all
+// instructions out of the caches, and one kernel for both took 3 us longer.
 template <typename T, bool kIsQwen3>
 __device__ __forceinline__ float normalized(float value, T weight, float offset) {
   const float factor = static_cast<float>(weight);
   const bool has_offset = !kIsQwen3 && offset != 0.0f;
-  return round_to<T>(has_offset ? value * (factor + offset) : round_to<T>(value) * factor);
+  return has_offset ? value * (factor + offset) : round_to<T>(value) * factor;
 }
 
 // x += y, rounded, if there is a y; out = x / rms(x), rounded, times weight, rounded, as
@@ -156,17 +157,15 @@ __device__ void add_rms_norm_of(T* x,             // [rows, cols]
   }
 }
 
-template <typename T>
+template <typename T, bool kIsQwen3>
 __device__ void add_rms_norm(T* x, const T* y, const T* weight, T* out, int64_t cols,
                              int64_t y_stride, float eps, float offset) {
   aril::launch_dependents();
   aril::wait_for_predecessors();
-  if (cols % kWide<T> != 0 || y_stride % kWide<T> != 0) {
-    add_rms_norm_of<T, 1, false>(x, y, weight, out, cols, y_stride, eps, offset);
-  } else if (offset == 0.0f) {
-    add_rms_norm_of<T, kWide<T>, true>(x, y, weight, out, cols, y_stride, eps, offset);
+  if (cols % kWide<T> == 0 && y_stride % kWide<T> == 0) {
+    add_rms_norm_of<T, kWide<T>, kIsQwen3>(x, y, weight, out, cols, y_stride, eps, offset);
   } else {
-    add_rms_norm_of<T, kWide<T>, false>(x, y, weight, out, cols, y_stride, eps, offset);
+    add_rms_norm_of<T, 1, kIsQwen3>(x, y, weight, out, cols, y_stride, eps, offset);
   }
 }
 
@@ -191,9 +190,8 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
   // The features of a pair. A Qwen3 rotates all of them.
   const auto turns_at = [&](int pair) { return kIsQwen3 || pair < angles; };
   const auto low_of = [&](int pair) { return turns_at(pair) ? pair : pair + angles; };
-  const auto high_of = [&](int pair) {
-    return !kIsQwen3 && turns_at(pair) ? pair + angles : pair + half;
-  };
+  // From the first feature of a pair to `pair` less than the second.
+  const auto gap_of = [&](int pair) { return !kIsQwen3 && turns_at(pair) ? angles : half; };
   // The first pairs of a lane stay in registers: in heads of 128 features all of them, if they are
   // loaded as vectors.
   constexpr int kHeld = 16 / sizeof(T) == kWidth ? sizeof(T) / 2 : 4;
@@ -211,7 +209,7 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
   for (int i = 0; i < kHeld; ++i) {
     if (first + i * kStep < half) {
       low[i] = at(x, low_of(first + i * kStep));
-      high[i] = at(x, high_of(first + i * kStep));
+      high[i] = at(x + gap_of(first + i * kStep), first + i * kStep);
     }
   }
 #pragma unroll
@@ -221,7 +219,7 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
   }
   for (int i = first + kHeld * kStep; i < half; i += kStep) {
     add(at(x, low_of(i)));
-    add(at(x, high_of(i)));
+    add(at(x + gap_of(i), i));
   }
 #pragma unroll
   for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) {
@@ -229,14 +227,14 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
   }
   const float scale = 1.0f / sqrtf(squares / static_cast<float>(dim) + eps);
   const auto rotate_at = [&](int place, Vec low, Vec high) {
-    const Vec low_norm = at(norm, low_of(place)), high_norm = at(norm, high_of(place));
+    const Vec low_norm = at(norm, low_of(place)), high_norm = at(norm + gap_of(place), place);
     const bool turns = turns_at(place);
     const Vec cosines = turns ? at(cos, place) : Vec{}, sines = turns ? at(sin, place) : Vec{};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       const auto of = [&](const Vec& vec, const Vec& weights) {
         const float value = static_cast<float>(vec.elements[i]) * scale;
-        return normalized<T, kIsQwen3>(value, weights.elements[i], offset);
+        return round_to<T>(normalized<T, kIsQwen3>(value, weights.elements[i], offset));
       };
       const float l = of(low, low_norm), h = of(high, high_norm);
       if (!turns) {
@@ -252,21 +250,21 @@ __device__ __forceinline__ void rotate(const T* x,     // [dim]
           static_cast<T>(round_to<T>(__fmul_rn(h, c)) + round_to<T>(__fmul_rn(l, s)));
     }
     *reinterpret_cast<Vec*>(to + low_of(place)) = low;
-    *reinterpret_cast<Vec*>(to + high_of(place)) = high;
+    *reinterpret_cast<Vec*>(to + gap_of(place) + place) = high;
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     if (first + i * kStep < half) rotate_at(first + i * kStep, low[i], high[i]);
   }
   for (int i = first + kHeld * kStep; i < half; i += kStep) {
-    rotate_at(i, at(x, low_of(i)), at(x, high_of(i)));
+    rotate_at(i, at(x, low_of(i)), at(x + gap_of(i), i));
   }
 }
 
 // Of each token: the norms and rotations of the heads of q and k, and the copy of k and v to the
 // token's row of the cache. q stays where it is. blockIdx.y is a part of kThreads / kHeadLanes
 // heads.
-template <typename T>
+template <typename T, bool kIsQwen3>
 __device__ void rotate_and_append(T* qkv,  // [tokens, stride]: (query_heads + 2 kv_heads) * dim
                                   const T* q_norm,           // [dim]
                                   const T* k_norm,           // [dim]
@@ -296,17 +294,17 @@ __device__ void rotate_and_append(T* qkv,  // [tokens, stride]: (query_heads + 2
       for (int64_t i = threadIdx.x % kHeadLanes; i < dim; i += kHeadLanes) to[i] = x[i];
     }
   }
-  cos += positions[token] * angles;
-  sin += positions[token] * angles;
+  if (kIsQwen3) angles = dim / 2;
+  const int64_t first_angle = positions[token] * angles;
   const int turned = static_cast<int>(angles);
   const T* const norm = is_query ? q_norm : k_norm;
   T* const to = is_query || is_value ? x : keys + row + (head - query_heads) * dim;
-  if (dim / 2 % kWide<T> != 0 || angles % kWide<T> != 0) {
-    rotate<T, 1, false>(x, norm, cos, sin, to, dim, turned, eps, offset, !is_value);
-  } else if (2 * angles == dim && offset == 0.0f) {
-    rotate<T, kWide<T>, true>(x, norm, cos, sin, to, dim, turned, eps, offset, !is_value);
+  if (dim / 2 % kWide<T> == 0 && (kIsQwen3 || angles % kWide<T> == 0)) {
+    rotate<T, kWide<T>, kIsQwen3>(x, norm, cos + first_angle, sin + first_angle, to, dim, turned,
+                                  eps, offset, !is_value);
   } else {
-    rotate<T, kWide<T>, false>(x, norm, cos, sin, to, dim, turned, eps, offset, !is_value);
+    rotate<T, 1, kIsQwen3>(x, norm, cos + first_angle, sin + first_angle, to, dim, turned, eps,
+                           offset, !is_value);
   }
 }
 
@@ -509,21 +507,26 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #include "experts.cuh"
 #include "sampling.cuh"
 
-// The kernels of an element type, by the names they are loaded by.
-#define KERNELS(T, suffix)                                                                       \
+// The norms and rotations of an element type, then all kernels of one, by the names they are loaded
+// by.
+#define NORMS(T, name, suffix, is_qwen3)                                                         \
   extern "C" __global__ void __launch_bounds__(kThreads)                                         \
-      add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols,             \
-                            int64_t y_stride, float eps, float offset) {                         \
-    add_rms_norm(x, y, weight, out, cols, y_stride, eps, offset);                                \
+      name##add_rms_norm_##suffix(T* x, const T* y, const T* weight, T* out, int64_t cols,       \
+                                  int64_t y_stride, float eps, float offset) {                   \
+    add_rms_norm<T, is_qwen3>(x, y, weight, out, cols, y_stride, eps, offset);                   \
   }                                                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads) rotate_and_append_##suffix(             \
+  extern "C" __global__ void __launch_bounds__(kThreads) name##rotate_and_append_##suffix(       \
       T* qkv, const T* q_norm, const T* k_norm, const T* cos, const T* sin,                      \
       const int32_t* positions, const int32_t* rows, T* keys, T* values, int64_t stride,         \
       int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t angles, float eps,             \
       float offset) {                                                                            \
-    rotate_and_append(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, stride,      \
-                      query_heads, kv_heads, dim, angles, eps, offset);                          \
-  }                                                                                              \
+    rotate_and_append<T, is_qwen3>(qkv, q_norm, k_norm, cos, sin, positions, rows, keys, values, \
+                                   stride, query_heads, kv_heads, dim, angles, eps, offset);     \
+  }
+
+#define KERNELS(T, suffix)                                                                       \
+  NORMS(T, , suffix, true)                                                                       \
+  NORMS(T, qwen3_5_, suffix, false)                                                              \
   extern "C" __global__ void __launch_bounds__(kThreads) without_gates_##suffix(                 \
       const T* x, T* out, int64_t stride, int64_t query_heads, int64_t kv_heads, int64_t dim) {  \
     without_gates(x, out, stride, query_heads, kv_heads, dim);                                   \

@@ -512,7 +512,8 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         places: &Places<Self>,
         cache: &mut Cache<Self>,
     ) -> Result<()> {
-        let mut kernel = self.consumer(&self.functions.rotate_and_append);
+        let is_whole = 2 * rope.cos.cols == heads.dim && q.offset == 0.0;
+        let mut kernel = self.consumer(&self.functions.rotate_and_append[usize::from(!is_whole)]);
         kernel.arg(&qkv.address).arg(&q.weight.address).arg(&k.weight.address);
         kernel.arg(&rope.cos.address).arg(&rope.sin.address).arg(&places.positions.address).arg(&places.rows.address);
         kernel.arg(&cache.keys.address).arg(&cache.values.address).arg(&qkv.stride);

@@ -20,8 +20,9 @@ use crate::{
 
 /// The example's kernels in `kernels.cu` for an element type, under their names there.
 pub(super) struct Functions {
-    pub(super) add_rms_norm: CudaFunction,
-    pub(super) rotate_and_append: CudaFunction,
+    /// Of a Qwen3, and of a Qwen3.5.
+    pub(super) add_rms_norm: [CudaFunction; 2],
+    pub(super) rotate_and_append: [CudaFunction; 2],
     pub(super) silu_mul: CudaFunction,
     pub(super) add: CudaFunction,
     pub(super) gather: CudaFunction,
@@ -44,8 +45,8 @@ impl Functions {
     pub(super) fn load(dtype: DType, module: &Arc<CudaModule>) -> result::Result<Self, DriverError> {
         let function = |name: &str| module.load_function(&format!("{name}_{dtype}"));
         Ok(Self {
-            add_rms_norm: function("add_rms_norm")?,
-            rotate_and_append: function("rotate_and_append")?,
+            add_rms_norm: [function("add_rms_norm")?, function("qwen3_5_add_rms_norm")?],
+            rotate_and_append: [function("rotate_and_append")?, function("qwen3_5_rotate_and_append")?],
             silu_mul: function("silu_mul")?,
             add: function("add")?,
             gather: function("gather")?,
@@ -125,7 +126,7 @@ impl<T: Element + DeviceRepr> Cuda<T> {
     ) -> Result<Matrix<T>> {
         let out = self.alloc(x.rows, x.cols)?;
         let (of_y, stride) = y.map_or((0, x.cols), |y| (y.address, y.stride));
-        let mut kernel = self.consumer(&self.functions.add_rms_norm);
+        let mut kernel = self.consumer(&self.functions.add_rms_norm[usize::from(*offset != 0.0)]);
         kernel.arg(&x.address).arg(&of_y).arg(&weight.address).arg(&out.address).arg(&x.cols).arg(&stride);
         kernel.arg(eps).arg(offset);
         launch(kernel, x.rows, 1)?;

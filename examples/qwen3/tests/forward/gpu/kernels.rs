@@ -548,8 +548,10 @@ fn rows_hold<T: Float>(seed: u64) {
         let weight = noise::<T>(&mut rng, cols, 2.0);
         let parts = sizes::parts(cols * size_of::<T>());
         let weight_buffer = gpu.upload(&weight);
-        let norm = kernels.function(&format!("add_rms_norm_{dtype}"), 0);
-        for (has_y, offset) in [(false, 0.0), (true, 0.0), (true, 1.0)] {
+        for (name, has_y, offset) in
+            [("", false, 0.0), ("", true, 0.0), ("qwen3_5_", true, 0.0), ("qwen3_5_", true, 1.0)]
+        {
+            let norm = kernels.function(&format!("{name}add_rms_norm_{dtype}"), 0);
             let (x_buffer, y_buffer, out) =
                 (gpu.upload(&x), gpu.upload(&spread(&y, cols)), gpu.poisoned(rows * cols * size_of::<T>()));
             let y_address = if has_y { y_buffer.address() } else { 0 };
@@ -639,18 +641,19 @@ fn row_kernels_are_those_of_the_cpu() {
 fn rotations_hold<T: Float>(seed: u64) {
     let (kernels, mut rng) = (Kernels::new(), StdRng::seed_from_u64(seed));
     let (gpu, dtype) = (&kernels.gpu, T::DTYPE);
-    let function = kernels.function(&format!("rotate_and_append_{dtype}"), 0);
     for (tokens, query_heads, kv_heads, dim, angles, offset) in [
         (1, 1, 1, 2, 1, 0.0),
         (3, 5, 1, 20, 10, 0.0),
         (9, 32, 8, 128, 64, 0.0),
         (4, 3, 3, 320, 160, 0.0),
-        // A part of a head: in vectors, in several steps of a lane, and feature by feature.
+        // A part of a head, by the kernel of a Qwen3.5: in vectors, in several steps of a lane, and feature by feature.
         (3, 2, 1, 64, 8, 1.0),
         (5, 16, 2, 256, 32, 1.0),
         (2, 3, 1, 320, 96, 1.0),
         (4, 3, 2, 20, 3, 1.0),
     ] {
+        let name = if offset == 0.0 { "" } else { "qwen3_5_" };
+        let function = kernels.function(&format!("{name}rotate_and_append_{dtype}"), 0);
         let what = format!("{tokens} tokens, {query_heads} and {kv_heads} heads of {dim}, {angles} angles in {dtype}");
         let (positions, cache_rows) = (50, 64);
         let cols = (query_heads + 2 * kv_heads) * dim;
