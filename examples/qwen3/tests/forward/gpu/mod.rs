@@ -15,6 +15,7 @@ mod device;
 mod goldens;
 mod kernels;
 mod ranks;
+mod travel;
 
 use std::env;
 
