@@ -13,7 +13,7 @@ use super::{cut::TpRank, embedding::EmbeddingSite, experts::ExpertsSite, linear:
 pub(super) struct SpecId(pub(super) u64);
 
 macro_rules! id {
-    ($(#[$doc:meta])* $id:ident, $site:ident, $get:ident, $field:ident, $what:literal) => {
+    ($(#[$doc:meta])* $id:ident, $site:ident, $get:ident, $ids:ident, $field:ident, $what:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
         pub struct $id {
@@ -38,23 +38,29 @@ macro_rules! id {
             pub fn $get(&self, id: $id) -> Option<&$site> {
                 if id.spec == self.0.id.spec { self.0.$field.get(id.index) } else { None }
             }
+
+            #[doc = concat!("The ", $what, " id of each place, in the order of the description.")]
+            pub fn $ids(&self) -> impl Iterator<Item = $id> {
+                let spec = self.0.id.spec;
+                (0..self.0.$field.len()).map(move |index| $id { spec, index })
+            }
         }
     };
 }
 
 id! {
     /// Identifies a linear layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
-    LinearId, LinearSite, linear, linears, "linear layer's"
+    LinearId, LinearSite, linear, linear_ids, linears, "linear layer's"
 }
 
 id! {
     /// Identifies an embedding of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
-    EmbeddingId, EmbeddingSite, embedding, embeddings, "embedding's"
+    EmbeddingId, EmbeddingSite, embedding, embedding_ids, embeddings, "embedding's"
 }
 
 id! {
     /// Identifies the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
-    ExpertsId, ExpertsSite, experts, expert_layers, "experts'"
+    ExpertsId, ExpertsSite, experts, experts_ids, expert_layers, "experts'"
 }
 
 /// The part of a model that one rank holds, for [`ModelSpec::shard`](super::ModelSpec::shard).

@@ -1,65 +1,104 @@
 //! Adapters in host memory, on candle's vectors.
 
-use std::{panic, thread};
+use std::{
+    panic,
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+};
 
 use aril::{
     DType, Element, Slot,
-    adapter::SlotImage,
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
+    cpu::{AdapterPool, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Workspace},
     error::OperandError,
-    model::{LinearId, Model},
+    model::Model,
     plan::Capacity,
-    routing::Batch,
+    pool::{PoolConfig, StreamId},
+    routing::{Batch, TopK},
 };
-use candle_core::{CpuStorage, Error, Layout, Result, backend::BackendStorage};
+use candle_core::{CpuStorage, Error, Layout, Result, Storage, Tensor, WithDType, bail};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::{Layers, Place, Rows, mixed};
+use super::{Delta, Layers, Operation, Point, found, span};
 
 #[derive(Debug)]
 pub(super) struct Cpu {
-    weights: WeightTable,
-    layers: Layers<LoraLinear>,
+    /// Locked during an operation, which waits for nothing else meanwhile.
+    state: Mutex<State>,
+    layers: Layers<LoraLinear, LoraEmbedding, LoraExperts>,
     /// Threads that run operations, and nothing of others.
     threads: ThreadPool,
 }
 
-/// The slots of a step's rows.
 #[derive(Debug)]
-pub(super) struct Routed<'a> {
-    cpu: &'a Cpu,
-    tokens: Vec<Slot>,
-    outputs: Vec<Slot>,
+pub(super) struct State {
+    pub(super) pool: AdapterPool,
+    workspace: Workspace,
 }
 
 impl Cpu {
-    pub(super) fn new(
-        model: &Model,
-        ids: &[LinearId],
-        dtype: DType,
-        capacity: Capacity,
-        arena_bytes: usize,
-    ) -> Result<Self> {
-        let weights = WeightTable::new(model, dtype, capacity, arena_bytes).map_err(Error::wrap)?;
-        let layers = Layers::new(ids, |id| LoraLinear::new(&weights, id), LoraLinear::with_slice)?;
+    pub(super) fn new(model: &Model, dtype: DType, capacity: Capacity, config: PoolConfig) -> Result<Self> {
+        let pool = AdapterPool::new(model, dtype, capacity, config).map_err(Error::wrap)?;
+        let weights = found(pool.weights(StreamId::FIRST), StreamId::FIRST)?;
+        let linear = (|id| LoraLinear::new(weights, id), LoraLinear::with_slice);
+        let (embedding, experts) = (|id| LoraEmbedding::new(weights, id), |id| LoraExperts::new(weights, id));
+        let layers = Layers::new(model, linear, embedding, experts).map_err(Error::wrap)?;
         let threads = ThreadPoolBuilder::new().thread_name(|index| format!("aril-candle-{index}"));
-        Ok(Self { weights, layers, threads: threads.build().map_err(Error::wrap)? })
+        let state = Mutex::new(State { pool, workspace: Workspace::default() });
+        Ok(Self { state, layers, threads: threads.build().map_err(Error::wrap)? })
     }
 
-    pub(super) fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
-        self.weights.load(slot, image).map_err(Error::wrap)
+    /// Rejects slots that no step may have.
+    pub(super) fn check(&self, slots: &[Slot]) -> Result<()> {
+        let State { pool, workspace } = &mut *self.lock();
+        pool.step(StreamId::FIRST, &Batch::new(slots), workspace).map(drop).map_err(Error::wrap)
     }
 
-    pub(super) fn unload(&self, slot: usize) -> Result<()> {
-        self.weights.unload(slot).map_err(Error::wrap)
+    /// A panic leaves scratch memory, whose contents do not matter.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
-        for slots in [tokens, outputs] {
-            // The adapters are in the slots, which are not too many.
-            self.weights.step(&Batch::new(slots), &mut Workspace::default()).map_err(Error::wrap)?;
-        }
-        Ok(Routed { cpu: self, tokens: tokens.to_vec(), outputs: outputs.to_vec() })
+    pub(super) fn add<T: Element + WithDType>(
+        &self,
+        delta: &Delta<'_>,
+        (y, y_layout): (&mut [T], &Layout),
+        (x, x_layout): (&CpuStorage, &Layout),
+    ) -> Result<()> {
+        let at = super::Matrix::of("y", y_layout)?;
+        let y = MatrixMut::strided(&mut y[at.start..], at.rows, at.cols, at.row_stride).map_err(Error::wrap)?;
+        let x_rows = || {
+            let at = super::Matrix::of("x", x_layout)?;
+            Matrix::strided(&x.as_slice::<T>()?[at.start..], at.rows, at.cols, at.row_stride).map_err(Error::wrap)
+        };
+        let (batch, State { pool, workspace }) = (Batch::new(&delta.step.slots), &mut *self.lock());
+        let mut step = pool.step(StreamId::FIRST, &batch, workspace).map_err(Error::wrap)?;
+        let added = match delta.operation {
+            Operation::Linear(id, slice) => {
+                let (layer, x) = (self.layers.linear(id, slice)?, x_rows()?);
+                self.run(|| layer.add_delta(&mut step, x, y))
+            }
+            Operation::Embedding(id) => {
+                let layer = found(self.layers.embeddings.get(&id), id)?;
+                let ids = ids(&x.as_slice()?[span("x", x_layout)?]);
+                self.run(|| layer.add_delta(&mut step, &ids, y))
+            }
+            Operation::Experts(id, point, routes) => {
+                let (layer, x) = (found(self.layers.experts.get(&id), id)?, x_rows()?);
+                let (experts, weights) = (ids(&of(&routes.experts)?), routes.weights.as_ref().map(of::<f32>));
+                let weights = weights.transpose()?;
+                let top_k = TopK::new(&experts, routes.top_k).and_then(|top_k| match &weights {
+                    Some(weights) => top_k.with_weights(weights),
+                    None => Ok(top_k),
+                });
+                let top_k = top_k.map_err(Error::wrap)?;
+                self.run(|| match point {
+                    Point::GateUp => layer.add_gate_up_delta(&mut step, &top_k, x, y),
+                    Point::Down => layer.add_down_delta(&mut step, &top_k, x, y),
+                    Point::Combined => layer.add_combined_delta(&mut step, &top_k, x, y),
+                })
+            }
+        };
+        added.map_err(|error: OperandError| Error::wrap(error))
     }
 
     /// Runs an operation. This thread has candle's storages meanwhile, and does nothing else: as one of rayon's
@@ -73,46 +112,14 @@ impl Cpu {
     }
 }
 
-impl Routed<'_> {
-    pub(super) fn num_rows(&self, rows: Rows) -> usize {
-        self.slots(rows).len()
-    }
+/// Ids as aril has them. One above `i32::MAX` is negative, and no id of anything.
+fn ids(ids: &[u32]) -> Vec<i32> {
+    ids.iter().map(|id| id.cast_signed()).collect()
+}
 
-    fn slots(&self, rows: Rows) -> &[Slot] {
-        match rows {
-            Rows::Tokens => &self.tokens,
-            Rows::Outputs => &self.outputs,
-        }
-    }
-
-    pub(super) fn add_delta(
-        &self,
-        place: Place,
-        (y, y_layout): (&mut CpuStorage, &Layout),
-        (x, x_layout): (&CpuStorage, &Layout),
-    ) -> Result<()> {
-        match (y, x) {
-            (CpuStorage::BF16(y), CpuStorage::BF16(x)) => self.add(place, (y, y_layout), (x, x_layout)),
-            (CpuStorage::F16(y), CpuStorage::F16(x)) => self.add(place, (y, y_layout), (x, x_layout)),
-            (CpuStorage::F32(y), CpuStorage::F32(x)) => self.add(place, (y, y_layout), (x, x_layout)),
-            (y, x) => Err(mixed(y.dtype(), x.dtype(), self.cpu.weights.dtype())),
-        }
-    }
-
-    fn add<T: Element>(
-        &self,
-        place: Place,
-        (y, y_layout): (&mut [T], &Layout),
-        (x, x_layout): (&[T], &Layout),
-    ) -> Result<()> {
-        let (cpu, layer, slots) = (self.cpu, self.cpu.layers.get(place)?, self.slots(place.rows));
-        let (x_at, y_at) = (super::Matrix::of("x", x_layout)?, super::Matrix::of("y", y_layout)?);
-        let add = || {
-            let x = Matrix::strided(&x[x_at.start..], x_at.rows, x_at.cols, x_at.row_stride)?;
-            let y = MatrixMut::strided(&mut y[y_at.start..], y_at.rows, y_at.cols, y_at.row_stride)?;
-            let mut workspace = Workspace::default();
-            layer.add_delta(&mut cpu.weights.step(&Batch::new(slots), &mut workspace)?, x, y)
-        };
-        cpu.run(add).map_err(|error: OperandError| Error::wrap(error))
-    }
+/// The elements of a contiguous tensor.
+fn of<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { bail!("the routes are not on the CPU") };
+    Ok(storage.as_slice()?[span("routes", layout)?].to_vec())
 }

@@ -1,136 +1,155 @@
 //! Adapters in device memory, on candle's slices and on candle's stream.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use aril::{
     DType, Element, Slot,
-    adapter::SlotImage,
-    cuda::{Kernels, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, RoutedBatch, Routing, WeightTable, Workspace},
-    model::{LinearId, Model},
-    plan::Capacity,
+    cuda::{
+        AdapterPool, Grouping, Kernels, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix, MatrixMut, Queue,
+        Routing, TopK, View, Workspace,
+    },
+    model::Model,
+    plan::{Capacity, RouteCapacity},
+    pool::{PoolConfig, StreamId},
     routing::Batch,
 };
 use candle_core::{
-    CudaDevice, CudaStorage, DType as CandleDType, Error, Layout, Result, backend::BackendStorage, cuda::CudaDType,
+    CudaDevice, CudaStorage, Error, Layout, Result, Storage, bail,
+    cuda::{CudaDType, cudarc::driver::CudaView},
 };
 
-use super::{Layers, Place, Rows, mixed};
+use super::{Delta, Layers, Operation, Point, found, span};
 
-/// Steps that the host may run ahead of the device.
+/// Groupings of rows on their way, for each routing.
 const STEPS_IN_FLIGHT: usize = 2;
+
+/// Routings whose groupings are waited for, instead of making another.
+const ROUTINGS: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Cuda {
-    table: Table,
-    tokens: Routing,
-    outputs: Routing,
-}
-
-/// What all steps have.
-#[derive(Debug)]
-struct Table {
-    weights: WeightTable,
-    layers: Layers<LoraLinear>,
+    queue: Queue,
+    capacity: Capacity,
     /// Locked while an operation is enqueued, so that the launches of another one are not between its own. Nothing is
     /// waited for meanwhile.
-    workspace: Mutex<Workspace>,
+    state: Mutex<State>,
+    layers: Layers<LoraLinear, LoraEmbedding, LoraExperts>,
+    /// Those of the steps, the least recently updated first.
+    routings: Mutex<VecDeque<Arc<Routing>>>,
 }
 
-/// The slots of a step's rows, on the device.
 #[derive(Debug)]
-pub(super) struct Routed<'a> {
-    table: &'a Table,
-    tokens: RoutedBatch<'a>,
-    outputs: RoutedBatch<'a>,
+pub(super) struct State {
+    pub(super) pool: AdapterPool,
+    workspace: Workspace,
+    /// Of models with experts.
+    grouping: Option<Grouping>,
 }
 
 impl Cuda {
     pub(super) fn new(
         model: &Model,
-        ids: &[LinearId],
         dtype: DType,
         capacity: Capacity,
-        arena_bytes: usize,
+        config: PoolConfig,
         device: &CudaDevice,
     ) -> Result<Self> {
         let stream = device.cuda_stream();
         let kernels = Kernels::load_into(stream.context()).map_err(Error::wrap)?;
         let queue = Queue::new(&kernels, &stream).map_err(Error::wrap)?;
-        let weights = WeightTable::new(&queue, model, dtype, capacity, arena_bytes).map_err(Error::wrap)?;
-        let layers = Layers::new(ids, |id| LoraLinear::new(&weights, id), LoraLinear::with_slice)?;
-        let workspace = Mutex::new(Workspace::new(&weights).map_err(Error::wrap)?);
-        let routing = || Routing::new(&queue, capacity, STEPS_IN_FLIGHT).map_err(Error::wrap);
-        let (tokens, outputs) = (routing()?, routing()?);
-        Ok(Self { table: Table { weights, layers, workspace }, tokens, outputs })
+        let pool = AdapterPool::new(&queue, model, dtype, capacity, config).map_err(Error::wrap)?;
+        let weights = found(pool.weights(StreamId::FIRST), StreamId::FIRST)?;
+        let linear = (|id| LoraLinear::new(weights, id), LoraLinear::with_slice);
+        let (embedding, experts) = (|id| LoraEmbedding::new(weights, id), |id| LoraExperts::new(weights, id));
+        let layers = Layers::new(model, linear, embedding, experts).map_err(Error::wrap)?;
+        let most = |most: RouteCapacity, layer: &LoraExperts| {
+            let routes = layer.plan().routes();
+            routes.top_k(routes.top_k.max(most.top_k)).experts(routes.num_experts.max(most.num_experts))
+        };
+        let routes = layers.experts.values().fold(RouteCapacity::tokens(capacity.max_tokens), most);
+        let grouping = (routes.top_k > 0).then(|| Grouping::new(&queue, routes)).transpose().map_err(Error::wrap)?;
+        let workspace = Workspace::new(weights).map_err(Error::wrap)?;
+        let state = Mutex::new(State { pool, workspace, grouping });
+        Ok(Self { queue, capacity, state, layers, routings: Mutex::default() })
     }
 
-    pub(super) fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
-        self.table.weights.load(slot, image).map_err(Error::wrap)
+    /// Groups rows by slot.
+    pub(super) fn route(&self, slots: &[Slot]) -> Result<Arc<Routing>> {
+        let mut routings = self.routings.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_free = |routing: &Arc<Routing>| Arc::strong_count(routing) == 1;
+        let is_ready = |routing: &Arc<Routing>| is_free(routing) && routing.is_ready().unwrap_or(true);
+        let ready = routings.iter().position(is_ready);
+        let free = ready.or_else(|| routings.iter().position(is_free).filter(|_| routings.len() >= ROUTINGS));
+        let mut routing = match free.and_then(|free| routings.remove(free)) {
+            Some(routing) => routing,
+            None => Arc::new(Routing::new(&self.queue, self.capacity, STEPS_IN_FLIGHT).map_err(Error::wrap)?),
+        };
+        let of_step = Arc::get_mut(&mut routing).expect("no step has it");
+        of_step.wait().map_err(Error::wrap)?;
+        let batch = of_step.update(&Batch::new(slots)).map_err(Error::wrap)?;
+        let State { pool, workspace, .. } = &mut *self.lock();
+        pool.step(StreamId::FIRST, &batch, workspace).map_err(Error::wrap)?;
+        routings.push_back(Arc::clone(&routing));
+        Ok(routing)
     }
 
-    pub(super) fn unload(&self, slot: usize) -> Result<()> {
-        self.table.weights.unload(slot).map_err(Error::wrap)
+    /// A panic leaves scratch memory, whose contents do not matter.
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Routed<'_>> {
-        self.table.weights.check(tokens.iter().chain(outputs).copied()).map_err(Error::wrap)?;
-        Ok(Routed {
-            table: &self.table,
-            tokens: route(&mut self.tokens, tokens)?,
-            outputs: route(&mut self.outputs, outputs)?,
-        })
-    }
-}
-
-fn route<'a>(routing: &'a mut Routing, slots: &[Slot]) -> Result<RoutedBatch<'a>> {
-    routing.wait().map_err(Error::wrap)?;
-    routing.update(&Batch::new(slots)).map_err(Error::wrap)
-}
-
-impl Routed<'_> {
-    pub(super) fn num_rows(&self, rows: Rows) -> usize {
-        self.batch(rows).num_tokens()
-    }
-
-    fn batch(&self, rows: Rows) -> &RoutedBatch<'_> {
-        match rows {
-            Rows::Tokens => &self.tokens,
-            Rows::Outputs => &self.outputs,
-        }
-    }
-
-    pub(super) fn add_delta(
+    pub(super) fn add<T: Element + CudaDType>(
         &self,
-        place: Place,
-        y: (&mut CudaStorage, &Layout),
-        x: (&CudaStorage, &Layout),
-    ) -> Result<()> {
-        match (y.0.dtype(), x.0.dtype()) {
-            (CandleDType::BF16, CandleDType::BF16) => self.add::<half::bf16>(place, y, x),
-            (CandleDType::F16, CandleDType::F16) => self.add::<half::f16>(place, y, x),
-            (CandleDType::F32, CandleDType::F32) => self.add::<f32>(place, y, x),
-            (y, x) => Err(mixed(y, x, self.table.weights.dtype())),
-        }
-    }
-
-    fn add<T: Element + CudaDType>(
-        &self,
-        place: Place,
+        delta: &Delta<'_>,
+        routing: &Routing,
         (y, y_layout): (&mut CudaStorage, &Layout),
         (x, x_layout): (&CudaStorage, &Layout),
     ) -> Result<()> {
-        let Table { weights, layers, workspace } = self.table;
-        let layer = layers.get(place)?;
-        let (x_at, y_at) = (super::Matrix::of("x", x_layout)?, super::Matrix::of("y", y_layout)?);
-        let x = x.as_cuda_slice::<T>()?.slice(x_at.start..);
-        let y = y.as_cuda_slice_mut::<T>()?.slice_mut(y_at.start..);
-        let add = || {
-            let x = Matrix::strided(x, x_at.rows, x_at.cols, x_at.row_stride)?;
-            let y = MatrixMut::strided(y, y_at.rows, y_at.cols, y_at.row_stride)?;
-            // A panic leaves scratch memory, whose contents do not matter.
-            let mut workspace = workspace.lock().unwrap_or_else(PoisonError::into_inner);
-            layer.add_delta(&mut weights.step(self.batch(place.rows), &mut workspace)?, x, y)
+        let at = super::Matrix::of("y", y_layout)?;
+        let y = y.as_cuda_slice_mut::<T>()?.slice_mut(at.start..);
+        let y = MatrixMut::strided(y, at.rows, at.cols, at.row_stride).map_err(Error::wrap)?;
+        let x_rows = || {
+            let at = super::Matrix::of("x", x_layout)?;
+            let x = x.as_cuda_slice::<T>()?.slice(at.start..);
+            Matrix::strided(x, at.rows, at.cols, at.row_stride).map_err(Error::wrap)
         };
-        add().map_err(|error: LaunchError| Error::wrap(error))
+        let (batch, State { pool, workspace, grouping }) = (routing.batch(), &mut *self.lock());
+        let mut step = pool.step(StreamId::FIRST, &batch, workspace).map_err(Error::wrap)?;
+        let added = match delta.operation {
+            Operation::Linear(id, slice) => self.layers.linear(id, slice)?.add_delta(&mut step, x_rows()?, y),
+            Operation::Embedding(id) => {
+                let ids = View::of_ids(x.as_cuda_slice()?.slice(span("x", x_layout)?));
+                found(self.layers.embeddings.get(&id), id)?.add_delta(&mut step, ids, y)
+            }
+            Operation::Experts(id, point, routes) => {
+                let (layer, x) = (found(self.layers.experts.get(&id), id)?, x_rows()?);
+                let experts = routes.experts.storage_and_layout();
+                let weights = routes.weights.as_ref().map(|weights| weights.storage_and_layout());
+                let weights = weights.as_ref().map(|(storage, layout)| of::<f32>(storage, layout)).transpose()?;
+                let experts = View::of_ids(of(&experts.0, experts.1)?);
+                let grouping = found(grouping.as_mut(), id)?;
+                let add = || {
+                    let top_k = TopK::new(experts, routes.top_k)?;
+                    let top_k = if let Some(weights) = weights { top_k.with_weights(weights)? } else { top_k };
+                    let mut routes = grouping.update(&mut step, top_k)?;
+                    match point {
+                        Point::GateUp => layer.add_gate_up_delta(&mut step, &mut routes, x, y),
+                        Point::Down => layer.add_down_delta(&mut step, &mut routes, x, y),
+                        Point::Combined => layer.add_combined_delta(&mut step, &mut routes, x, y),
+                    }
+                };
+                add()
+            }
+        };
+        added.map_err(|error: LaunchError| Error::wrap(error))
     }
+}
+
+/// The elements of a contiguous tensor.
+fn of<'a, T: CudaDType>(storage: &'a Storage, layout: &Layout) -> Result<CudaView<'a, T>> {
+    let Storage::Cuda(storage) = storage else { bail!("the routes are not on a GPU") };
+    Ok(storage.as_cuda_slice()?.slice(span("routes", layout)?))
 }

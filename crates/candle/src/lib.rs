@@ -5,207 +5,317 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use std::{collections::BTreeMap, fmt};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    ops::Range,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use aril::{
-    Slot,
-    adapter::{Adapter, SlotImage},
-    model::{LinearId, Model},
+    DType, Slot,
+    adapter::{Adapter, Tensor as Factor},
+    model::{EmbeddingId, ExpertsId, LinearId, Model},
     plan::{Capacity, PlanError},
+    pool::{AdapterId, Lease, Load, PoolConfig, PoolError, Source, StreamId, Version},
 };
-use candle_core::{CpuStorage, CudaStorage, DType, Device, Error, InplaceOp2, Layout, Result, Tensor, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, D, DType as CandleDType, Device, Error, InplaceOp2, Layout, Result, Tensor,
+    backend::BackendStorage, bail,
+};
 
-/// Adapters in the slots of a table on a candle device, and the linear layers that they adapt.
+/// A pool of adapters on a candle device, and the operations of the layers that they adapt. Clones are the same pool.
 ///
-/// It may be used on any thread, one at a time: a [step](Self::step) borrows it, so that no slot changes before the
-/// step's last operation.
-pub struct Adapters {
+/// Any thread may use it. No call but [`wait_for`](Self::wait_for) waits for a file, and on a GPU none for the device.
+#[derive(Clone)]
+pub struct Adapters(Arc<Inner>);
+
+struct Inner {
     model: Model,
-    dtype: aril::DType,
+    dtype: CandleDType,
     backend: Backend,
 }
 
 #[derive(Debug)]
 enum Backend {
-    Cpu(cpu::Cpu),
+    Cpu(Box<cpu::Cpu>),
     #[cfg(feature = "cuda")]
     Cuda(Box<cuda::Cuda>),
 }
 
 impl fmt::Debug for Adapters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Adapters").field("dtype", &self.dtype).finish_non_exhaustive()
+        f.debug_struct("Adapters").field("dtype", &self.0.dtype).finish_non_exhaustive()
     }
+}
+
+/// What an expression gives of the locked pool, on whichever device it is.
+macro_rules! of_pool {
+    ($adapters:ident, $pool:ident => $result:expr) => {
+        match &$adapters.0.backend {
+            Backend::Cpu(cpu) => {
+                let $pool = &mut cpu.lock().pool;
+                $result
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(cuda) => {
+                let $pool = &mut cuda.lock().pool;
+                $result
+            }
+        }
+    };
 }
 
 impl Adapters {
-    /// Empty slots for adapters of the linear layers `layers` of `model`, whose activations are in `dtype` (`BF16`,
-    /// `F16` or `F32`) on `device`, with an arena of `arena_bytes` bytes for their factors, which
-    /// [`arena_bytes_for`](Self::arena_bytes_for) computes.
+    /// A pool without adapters, for all layers of `model`, whose activations are in `dtype` on `device`.
+    /// [`arena_bytes`](Self::arena_bytes) computes the memory of `config`.
     ///
-    /// On a GPU, memory for the largest step is allocated here. Its device is one of `Device::new_cuda_with_stream`.
+    /// On a GPU, memory for the adapters and for the largest step is allocated here. Its device is one of
+    /// `Device::new_cuda_with_stream`.
     ///
     /// # Errors
-    /// If the element type or the device is another, an id belongs to another model, a bound of the capacity is
-    /// invalid, the kernels do not support a layer, memory is exhausted, or the device is one of `Device::new_cuda`,
-    /// whose stream is another on each thread.
-    pub fn new(
-        model: &Model,
-        layers: impl IntoIterator<Item = LinearId>,
-        dtype: DType,
-        device: &Device,
-        capacity: Capacity,
-        arena_bytes: usize,
-    ) -> Result<Self> {
-        let dtype = element_type(dtype)?;
-        let ids: Vec<_> = layers.into_iter().collect();
+    /// If the device is another, a bound of the capacity is invalid, the kernels do not support a layer, memory is
+    /// exhausted, threads cannot be started, or the device is one of `Device::new_cuda`, whose stream is another on
+    /// each thread.
+    pub fn new(model: &Model, dtype: DType, device: &Device, capacity: Capacity, config: PoolConfig) -> Result<Self> {
+        let of_candle = match dtype {
+            DType::BF16 => CandleDType::BF16,
+            DType::F16 => CandleDType::F16,
+            DType::F32 => CandleDType::F32,
+            dtype => bail!("candle has no {dtype}"),
+        };
         let backend = match device {
-            Device::Cpu => Backend::Cpu(cpu::Cpu::new(model, &ids, dtype, capacity, arena_bytes)?),
+            Device::Cpu => Backend::Cpu(Box::new(cpu::Cpu::new(model, dtype, capacity, config)?)),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => {
-                Backend::Cuda(Box::new(cuda::Cuda::new(model, &ids, dtype, capacity, arena_bytes, device)?))
-            }
+            Device::Cuda(device) => Backend::Cuda(Box::new(cuda::Cuda::new(model, dtype, capacity, config, device)?)),
             device => bail!("there are no adapters on {device:?} in this build"),
         };
-        Ok(Self { model: model.clone(), dtype, backend })
+        Ok(Self(Arc::new(Inner { model: model.clone(), dtype: of_candle, backend })))
     }
 
-    /// Size of an arena in bytes, on any device, in which adapters of ranks up to `capacity.max_rank` fit into all
-    /// slots, and one more, which replaces another. Smaller adapters take less.
-    ///
-    /// # Errors
-    /// If the element type is another than `BF16`, `F16` and `F32`.
-    pub fn arena_bytes_for(model: &Model, dtype: DType, capacity: Capacity) -> Result<usize> {
+    /// Size of an arena in bytes, on any device, in which `count` adapters of ranks up to `max_rank` fit, even if they
+    /// have factors for all modules of the model. Smaller adapters take less.
+    pub fn arena_bytes(model: &Model, dtype: DType, max_rank: usize, count: usize) -> usize {
         #[cfg(not(feature = "cuda"))]
-        use aril::cpu::WeightTable;
+        use aril::cpu::AdapterPool;
         // No less than on the CPU.
         #[cfg(feature = "cuda")]
-        use aril::cuda::WeightTable;
-        Ok(WeightTable::arena_bytes_for(model, element_type(dtype)?, capacity))
+        use aril::cuda::AdapterPool;
+        AdapterPool::arena_bytes(model, dtype, max_rank, count)
     }
 
-    /// Loads an adapter into the slot with this index and replaces the previous one. Blocks until it is on the device.
-    /// Returns the slot, as steps name it. On an error, the slot is unchanged.
+    /// Starts to load an adapter: one of PEFT's folders ([`Source::directory`]), or of memory ([`Source::memory`]),
+    /// such as [`adapter`] makes of candle's tensors. Threads of the pool read it. It is registered until the version
+    /// is dropped.
     ///
     /// # Errors
-    /// If the adapter does not fit the model (the error names the tensor or the field), a rank exceeds the capacity,
-    /// the slot does not exist, the arena has no room for both, or a weight has no finite value in the element type.
-    pub fn load(&mut self, slot: usize, adapter: &Adapter) -> Result<Slot> {
-        let image = adapter.plan(&self.model, self.dtype).map_err(Error::wrap)?;
-        self.backend.load(slot, &image)
+    /// As for [`AdapterPool::load`](aril::pool::AdapterPool::load).
+    pub fn load(&self, source: Source) -> std::result::Result<Version, PoolError> {
+        of_pool!(self, pool => pool.load(source))
     }
 
-    /// Empties a slot. Steps that name its adapter are refused from then on.
+    /// Waits up to a time for a load, and returns whether it has ended.
     ///
     /// # Errors
-    /// If the slot does not exist.
-    pub fn unload(&mut self, slot: usize) -> Result<()> {
-        match &self.backend {
-            Backend::Cpu(cpu) => cpu.unload(slot),
-            #[cfg(feature = "cuda")]
-            Backend::Cuda(cuda) => cuda.unload(slot),
+    /// As for [`Load::has_ended`].
+    pub fn wait_for(&self, load: &Load, timeout: Duration) -> std::result::Result<bool, PoolError> {
+        let begin = Instant::now();
+        while !load.has_ended()? {
+            if begin.elapsed() >= timeout {
+                return Ok(false);
+            }
+            // Operations are not to wait for it.
+            thread::sleep(Duration::from_millis(1));
+            of_pool!(self, pool => pool.poll());
         }
+        Ok(true)
     }
 
-    /// Starts a forward of one batch: the slot of each token, in the order of the rows of activations, and the slots of
-    /// the rows whose logits are computed, such as the last token of each sequence. `outputs` may be empty if no layer
-    /// behind that choice is adapted.
+    /// Leases adapters for the steps to come: all of these or none, one lease for each id, in order. It may give the
+    /// slots of leases that were dropped before to other adapters.
     ///
     /// # Errors
-    /// If there are more tokens than the capacity allows, or the adapter that a slot names is not there any more. On a
-    /// GPU also if its stream is being captured.
-    pub fn step(&mut self, tokens: &[Slot], outputs: &[Slot]) -> Result<Step<'_>> {
-        let routed = match &mut self.backend {
-            Backend::Cpu(cpu) => Routed::Cpu(cpu.step(tokens, outputs)?),
+    /// As for [`AdapterPool::prepare`](aril::pool::AdapterPool::prepare): `Loading` and `Full` ask to retry later.
+    pub fn prepare(&self, adapters: &[AdapterId]) -> std::result::Result<Vec<Lease>, PoolError> {
+        of_pool!(self, pool => pool.end_step(StreamId::FIRST).and_then(|()| pool.prepare(adapters, StreamId::FIRST)))
+    }
+
+    /// Starts a forward of one batch: the slot of each token, in the order of the rows of activations.
+    ///
+    /// A lease is good for a step until the first [`prepare`](Self::prepare) after it was dropped. From then on,
+    /// operations of the step are refused.
+    ///
+    /// # Errors
+    /// If there are more tokens than the capacity allows, or a slot is not leased. On a GPU also if its stream is being
+    /// captured.
+    pub fn step(&self, tokens: &[Slot]) -> Result<Step> {
+        self.route(tokens.to_vec())
+    }
+
+    fn route(&self, slots: Vec<Slot>) -> Result<Step> {
+        #[cfg(feature = "cuda")]
+        let mut routing = None;
+        match &self.0.backend {
+            Backend::Cpu(cpu) => cpu.check(&slots)?,
             #[cfg(feature = "cuda")]
-            Backend::Cuda(cuda) => Routed::Cuda(Box::new(cuda.step(tokens, outputs)?)),
+            Backend::Cuda(cuda) => routing = Some(cuda.route(&slots)?),
+        }
+        Ok(Step {
+            adapters: self.clone(),
+            slots,
+            #[cfg(feature = "cuda")]
+            routing,
+        })
+    }
+}
+
+/// The adapter of candle's tensors, such as a trainer has them. `config` is the text of an `adapter_config.json`; the
+/// tensors are named as in PEFT's files, with or without `base_model.model.`.
+///
+/// # Errors
+/// If a tensor is in another type than `BF16`, `F16` and `F32`, or as for [`Adapter::from_tensors`].
+pub fn adapter(config: &str, tensors: impl IntoIterator<Item = (String, Tensor)>) -> Result<Adapter> {
+    let factor = |(name, tensor): (String, Tensor)| {
+        let dtype = match tensor.dtype() {
+            CandleDType::BF16 => DType::BF16,
+            CandleDType::F16 => DType::F16,
+            CandleDType::F32 => DType::F32,
+            dtype => bail!("`{name}` is in {dtype:?}, but must be in BF16, F16 or F32"),
         };
-        Ok(Step { model: &self.model, routed })
-    }
+        let mut bytes = Vec::new();
+        tensor.write_bytes(&mut bytes)?;
+        Ok((name, Factor::new(dtype, tensor.dims(), bytes).map_err(Error::wrap)?))
+    };
+    let factors = tensors.into_iter().map(factor).collect::<Result<Vec<_>>>()?;
+    Adapter::from_tensors(config, factors).map_err(Error::wrap)
 }
 
-impl Backend {
-    fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot> {
-        match self {
-            Self::Cpu(cpu) => cpu.load(slot, image),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(cuda) => cuda.load(slot, image),
-        }
-    }
-}
-
-/// A forward of one batch. Threads may share it: operations do not wait for each other on the CPU, and are enqueued one
-/// after the other on a GPU.
+/// A forward of one batch, or some [rows](Self::rows) of one. Threads may share it: operations follow one another.
 #[derive(Debug)]
-pub struct Step<'a> {
-    model: &'a Model,
-    routed: Routed<'a>,
-}
-
-#[derive(Debug)]
-enum Routed<'a> {
-    Cpu(cpu::Routed<'a>),
+pub struct Step {
+    adapters: Adapters,
+    /// Of each row.
+    slots: Vec<Slot>,
+    /// Of the rows, on a GPU.
     #[cfg(feature = "cuda")]
-    Cuda(Box<cuda::Routed<'a>>),
+    routing: Option<Arc<aril::cuda::Routing>>,
 }
 
-impl Step<'_> {
-    /// The deltas of the layer `id`, for `y` and `x` with a row for each token of the step.
+impl Step {
+    /// Some rows of this step, for layers that get no others: a range of tokens, or the tokens whose logits are
+    /// computed. In any order, any number of times.
+    ///
+    /// All layers can use it. On a GPU, each call enqueues the kernel that groups rows by slot.
+    ///
+    /// # Errors
+    /// If the step has no such row, or more rows are asked for than the capacity has tokens.
+    pub fn rows(&self, rows: impl IntoIterator<Item = usize>) -> Result<Step> {
+        let slot = |row| match self.slots.get(row) {
+            Some(&slot) => Ok(slot),
+            None => bail!("the step has no row {row}, but {}", self.slots.len()),
+        };
+        self.adapters.route(rows.into_iter().map(slot).collect::<Result<_>>()?)
+    }
+
+    /// The deltas of a linear layer, for `y` `[.., out_features]`, the output of the base layer, whose slices lie side
+    /// by side, and `x` `[.., in_features]`.
     pub fn delta(&self, id: LinearId) -> Delta<'_> {
-        Delta { step: self, place: Place { id, slice: None, rows: Rows::Tokens } }
+        Delta { step: self, operation: Operation::Linear(id, None) }
     }
 
-    /// The same for `y` and `x` with a row for each of the step's `outputs`.
-    pub fn output_delta(&self, id: LinearId) -> Delta<'_> {
-        Delta { step: self, place: Place { id, slice: None, rows: Rows::Outputs } }
+    /// The deltas of an embedding, for `y` `[.., hidden]`, what the base's table gives, and `x` the ids of the tokens, in
+    /// `U32` and contiguous. An id outside the vocabulary has none.
+    pub fn embedding_delta(&self, id: EmbeddingId) -> Delta<'_> {
+        Delta { step: self, operation: Operation::Embedding(id) }
     }
 
-    fn num_rows(&self, rows: Rows) -> usize {
-        match &self.routed {
-            Routed::Cpu(cpu) => cpu.num_rows(rows),
-            #[cfg(feature = "cuda")]
-            Routed::Cuda(cuda) => cuda.num_rows(rows),
+    /// A router's choice for the rows of the step: the experts `[.., top_k]` of each, in `U32`, and their weights, which
+    /// are 1 if there are none. An id that is not one of an expert on this rank has no delta. Both are copied.
+    ///
+    /// # Errors
+    /// If `experts` is in another type, or candle fails.
+    pub fn routes(&self, experts: &Tensor, weights: Option<&Tensor>) -> Result<Routes<'_>> {
+        if experts.dtype() != CandleDType::U32 {
+            bail!("`experts` is in {:?}, but must be in U32", experts.dtype())
         }
+        let weights = weights.map(|weights| weights.to_dtype(CandleDType::F32)?.force_contiguous()).transpose()?;
+        let (top_k, experts) = (experts.dim(D::Minus1)?, experts.force_contiguous()?);
+        Ok(Routes { step: self, top_k, experts, weights })
+    }
+}
+
+/// A router's choice of experts for the rows of a step. Route `k` of row `t` has row `t · top_k + k` of the tensors
+/// `[routes, ..]`.
+#[derive(Debug)]
+pub struct Routes<'a> {
+    step: &'a Step,
+    top_k: usize,
+    /// `[routes]`. Nobody else has them, so that an operation need not wait for them.
+    experts: Tensor,
+    weights: Option<Tensor>,
+}
+
+impl Routes<'_> {
+    /// The deltas of gate and up, for `y` `[routes, gate_up]`, the output of the base's, and `x` `[rows, hidden]`.
+    pub fn gate_up_delta(&self, id: ExpertsId) -> Delta<'_> {
+        self.at(id, Point::GateUp)
+    }
+
+    /// The deltas of down for each route, for `y` `[routes, hidden]`, the output of the base's without the weights, and
+    /// `x` `[routes, inter]`, what the activation gives.
+    pub fn down_delta(&self, id: ExpertsId) -> Delta<'_> {
+        self.at(id, Point::Down)
+    }
+
+    /// The deltas of down for each row, multiplied by the weights, for `y` `[rows, hidden]`, the weighted sum of the
+    /// base's outputs, and `x` `[routes, inter]`. Instead of [`down_delta`](Self::down_delta).
+    pub fn combined_delta(&self, id: ExpertsId) -> Delta<'_> {
+        self.at(id, Point::Combined)
+    }
+
+    fn at(&self, id: ExpertsId, point: Point) -> Delta<'_> {
+        Delta { step: self.step, operation: Operation::Experts(id, point, self) }
     }
 }
 
 /// A candle in-place operation: `y.inplace_op2(&x, &delta)` adds `scaling · B (A x[t])` of each row's adapter to
 /// `y[t]`.
 ///
-/// `y` is `[.., out_features]`, the output of the base layer, whose slices lie side by side; `x` is `[..,
-/// in_features]`. Both have the element type of the [`Adapters`] and as many rows as the step, all dimensions but the
-/// last taken together. Elements of a row are adjacent; rows may be any distance apart, as in a part of a wider tensor
-/// that `narrow` gives. Rows without an adapter keep every bit.
+/// `y` and `x` have the element type of the [`Adapters`] and as many rows as the step, all dimensions but the last taken
+/// together, unless the operation says otherwise. Elements of a row are adjacent; rows may be any distance apart, as in
+/// a part of a wider tensor that `narrow` gives. Rows without an adapter keep every bit.
 ///
 /// It fails, and leaves `y` unchanged, if an operand is none of these, is on another device, or if `x` shares its
 /// storage with `y`.
 ///
-/// Outputs in tensors of their own, one for each slice, are for [`add_to`](Self::add_to).
+/// Outputs in tensors of their own, one for each slice of a linear layer, are for [`add_to`](Self::add_to).
 #[derive(Clone, Copy, Debug)]
 pub struct Delta<'a> {
-    step: &'a Step<'a>,
-    place: Place,
+    step: &'a Step,
+    operation: Operation<'a>,
 }
 
-/// Which outputs of a step an operation adds to.
 #[derive(Clone, Copy, Debug)]
-struct Place {
-    id: LinearId,
-    /// All slices, or one.
-    slice: Option<usize>,
-    rows: Rows,
+enum Operation<'a> {
+    /// Of all slices, or of one.
+    Linear(LinearId, Option<usize>),
+    Embedding(EmbeddingId),
+    Experts(ExpertsId, Point, &'a Routes<'a>),
 }
 
-/// Which rows of a step a matrix has.
+/// Where the deltas of experts are added.
 #[derive(Clone, Copy, Debug)]
-enum Rows {
-    Tokens,
-    Outputs,
+enum Point {
+    GateUp,
+    Down,
+    Combined,
 }
 
 impl Delta<'_> {
-    /// Adds the deltas of all slices of the layer to a tensor `[.., out_features]` for each slice, in their order, one
-    /// after the other. Each is as `y` is for the in-place operation; their rows may be at different distances. One
+    /// Adds the deltas of all slices of a linear layer to a tensor `[.., out_features]` for each slice, in their order,
+    /// one after the other. Each is as `y` is for the in-place operation; their rows may be at different distances. One
     /// tensor is the output of all slices.
     ///
     /// # Errors
@@ -217,7 +327,8 @@ impl Delta<'_> {
             [y] => return y.inplace_op2(x, self),
             _ => {}
         }
-        let Some(site) = self.step.model.linear(self.place.id) else { return Err(unknown(self.place.id)) };
+        let Operation::Linear(id, _) = self.operation else { bail!("`y` is {} matrices, but must be one", y.len()) };
+        let site = found(self.step.adapters.0.model.linear(id), id)?;
         if y.len() != site.slices().len() {
             bail!("`y` is {} matrices, but the layer has {} slices", y.len(), site.slices().len())
         }
@@ -226,7 +337,7 @@ impl Delta<'_> {
             self.check(&format!("y[{index}]"), y, slice.out_features(), x)?;
         }
         // Each has its storage to itself, as in candle's own operations: no two are waited for at once.
-        let of_slice = |slice| Delta { place: Place { slice: Some(slice), ..self.place }, ..*self };
+        let of_slice = |slice| Delta { operation: Operation::Linear(id, Some(slice)), ..*self };
         y.iter().enumerate().try_for_each(|(slice, y)| y.inplace_op2(x, &of_slice(slice)))
     }
 
@@ -242,12 +353,22 @@ impl Delta<'_> {
             bail!("`{name}` and `x` share a storage")
         }
         let at = Matrix::of(name, y.layout())?;
-        let (got, want) = ([at.rows, at.cols], [self.step.num_rows(self.place.rows), cols]);
+        let (got, want) = ([at.rows, at.cols], [self.step.slots.len(), cols]);
         if got != want {
             bail!("`{name}` is {got:?}, but must be {want:?}")
         }
         if at.row_stride < at.cols {
             bail!("`{name}` has row stride {}, but {} columns", at.row_stride, at.cols)
+        }
+        Ok(())
+    }
+
+    /// Rejects operands in other types than those of the operation.
+    fn check_types(&self, y: CandleDType, x: CandleDType) -> Result<()> {
+        let of_y = self.step.adapters.0.dtype;
+        let of_x = if matches!(self.operation, Operation::Embedding(_)) { CandleDType::U32 } else { of_y };
+        if (y, x) != (of_y, of_x) {
+            bail!("`y` is in {y:?} and `x` in {x:?}, but must be in {of_y:?} and {of_x:?}")
         }
         Ok(())
     }
@@ -265,14 +386,28 @@ impl InplaceOp2 for Delta<'_> {
 
     fn cpu_fwd(&self, y: &mut CpuStorage, y_layout: &Layout, x: &CpuStorage, x_layout: &Layout) -> Result<()> {
         #[cfg_attr(not(feature = "cuda"), expect(irrefutable_let_patterns, reason = "the only backend"))]
-        let Routed::Cpu(cpu) = &self.step.routed else { bail!("these adapters are not on the CPU") };
-        cpu.add_delta(self.place, (y, y_layout), (x, x_layout))
+        let Backend::Cpu(cpu) = &self.step.adapters.0.backend else { bail!("these adapters are not on the CPU") };
+        self.check_types(y.dtype(), x.dtype())?;
+        match y {
+            CpuStorage::BF16(y) => cpu.add(self, (y, y_layout), (x, x_layout)),
+            CpuStorage::F16(y) => cpu.add(self, (y, y_layout), (x, x_layout)),
+            CpuStorage::F32(y) => cpu.add(self, (y, y_layout), (x, x_layout)),
+            y => bail!("there are no adapters in {:?}", y.dtype()),
+        }
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, y: &mut CudaStorage, y_layout: &Layout, x: &CudaStorage, x_layout: &Layout) -> Result<()> {
-        let Routed::Cuda(cuda) = &self.step.routed else { bail!("these adapters are not on a GPU") };
-        cuda.add_delta(self.place, (y, y_layout), (x, x_layout))
+        let Step { adapters, routing: Some(routing), .. } = self.step else { bail!("these adapters are not on a GPU") };
+        let Backend::Cuda(cuda) = &adapters.0.backend else { bail!("these adapters are not on a GPU") };
+        self.check_types(y.dtype(), x.dtype())?;
+        let (y, x) = ((y, y_layout), (x, x_layout));
+        match y.0.dtype() {
+            CandleDType::BF16 => cuda.add::<half::bf16>(self, routing, y, x),
+            CandleDType::F16 => cuda.add::<half::f16>(self, routing, y, x),
+            CandleDType::F32 => cuda.add::<f32>(self, routing, y, x),
+            dtype => bail!("there are no adapters in {dtype:?}"),
+        }
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -281,27 +416,51 @@ impl InplaceOp2 for Delta<'_> {
     }
 }
 
-/// The operations of the adapted layers: of all slices, followed by those of each.
+/// The operations of a model's layers.
 #[derive(Debug)]
-struct Layers<L>(BTreeMap<LinearId, Vec<L>>);
+struct Layers<L, E, X> {
+    /// Of all slices, followed by those of each.
+    linears: BTreeMap<LinearId, Vec<L>>,
+    embeddings: BTreeMap<EmbeddingId, E>,
+    experts: BTreeMap<ExpertsId, X>,
+}
 
-impl<L> Layers<L> {
+impl<L, E, X> Layers<L, E, X> {
     fn new(
-        ids: &[LinearId],
-        layer: impl Fn(LinearId) -> std::result::Result<L, PlanError>,
-        with_slice: impl Fn(&L, usize) -> Option<L>,
-    ) -> Result<Self> {
-        let layers = ids.iter().map(|&id| {
-            let mut all = vec![layer(id).map_err(Error::wrap)?];
+        model: &Model,
+        (linear, with_slice): (impl Fn(LinearId) -> Planned<L>, impl Fn(&L, usize) -> Option<L>),
+        embedding: impl Fn(EmbeddingId) -> Planned<E>,
+        experts: impl Fn(ExpertsId) -> Planned<X>,
+    ) -> Planned<Self> {
+        let linears = model.linear_ids().map(|id| {
+            let mut all = vec![linear(id)?];
             all.extend((0..).map_while(|slice| with_slice(&all[0], slice)).collect::<Vec<_>>());
             Ok((id, all))
         });
-        Ok(Self(layers.collect::<Result<_>>()?))
+        Ok(Self {
+            linears: linears.collect::<Planned<_>>()?,
+            embeddings: model.embedding_ids().map(|id| Ok((id, embedding(id)?))).collect::<Planned<_>>()?,
+            experts: model.experts_ids().map(|id| Ok((id, experts(id)?))).collect::<Planned<_>>()?,
+        })
     }
 
-    fn get(&self, Place { id, slice, .. }: Place) -> Result<&L> {
-        let layer = self.0.get(&id).and_then(|layers| layers.get(slice.map_or(0, |slice| slice + 1)));
-        layer.ok_or_else(|| unknown(id))
+    fn linear(&self, id: LinearId, slice: Option<usize>) -> Result<&L> {
+        found(self.linears.get(&id).and_then(|layers| layers.get(slice.map_or(0, |slice| slice + 1))), id)
+    }
+}
+
+type Planned<T> = std::result::Result<T, PlanError>;
+
+/// What belongs to an id.
+fn found<T>(layer: Option<T>, id: impl fmt::Debug) -> Result<T> {
+    layer.ok_or_else(|| Error::Msg(format!("{id:?} is of another model than the adapters")))
+}
+
+/// Where the elements of a contiguous tensor are in its storage.
+fn span(operand: &str, layout: &Layout) -> Result<Range<usize>> {
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(start..end),
+        None => bail!("`{operand}` is not contiguous: {layout:?}"),
     }
 }
 
@@ -341,24 +500,4 @@ impl Matrix {
         }
         Ok(Self { start: layout.start_offset(), rows, cols, row_stride: row_stride.unwrap_or(cols) })
     }
-}
-
-/// The element type of adapters.
-fn element_type(dtype: DType) -> Result<aril::DType> {
-    Ok(match dtype {
-        DType::BF16 => aril::DType::BF16,
-        DType::F16 => aril::DType::F16,
-        DType::F32 => aril::DType::F32,
-        dtype => bail!("there are no adapters in {dtype:?}: BF16, F16 and F32 are supported"),
-    })
-}
-
-/// The error for operands of several element types.
-fn mixed(y: DType, x: DType, adapters: aril::DType) -> Error {
-    Error::Msg(format!("`y` is in {y:?} and `x` in {x:?}, and their adapters are in {adapters}"))
-}
-
-/// The error for a layer that was not named.
-fn unknown(id: LinearId) -> Error {
-    Error::Msg(format!("{id:?} is none of the layers that the adapters were made for"))
 }

@@ -1,6 +1,6 @@
 //! Operands: typed memory, and matrices in it.
 
-#![expect(unsafe_code, reason = "copies between operands")]
+#![expect(unsafe_code, reason = "copies between operands, and takes ids of another type")]
 
 use std::{marker::PhantomData, ops::Range, sync::Arc};
 
@@ -111,6 +111,15 @@ impl<T> Buffer<T> {
 impl<'a, T> From<CudaView<'a, T>> for View<'a, T> {
     fn from(view: CudaView<'a, T>) -> Self {
         Self(Source::Borrowed(view))
+    }
+}
+
+impl<'a> View<'a, i32> {
+    /// Ids as other libraries have them. One above `i32::MAX` is negative, and no id of anything.
+    pub fn of_ids(ids: CudaView<'a, u32>) -> Self {
+        // SAFETY: both types have the same size, and every value of one is a value of the other.
+        let ids = unsafe { ids.transmute::<i32>(ids.len()) };
+        ids.expect("as many elements of the same size").into()
     }
 }
 

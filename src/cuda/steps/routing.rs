@@ -27,6 +27,8 @@ pub struct Routing {
     slots: Vec<Slot>,
     /// Whether a token may have an adapter.
     has_adapters: bool,
+    /// That of the last update.
+    batch: raw::RoutedBatch,
 }
 
 /// The batch of the last update of a [`Routing`]. Borrows the routing, so that it cannot be updated meanwhile.
@@ -47,7 +49,8 @@ impl Routing {
         // SAFETY: this type owns the memory, uses it on one stream only, and frees it in that stream's order. Graphs
         // that read it keep it alive.
         let raw = unsafe { raw::Routing::new(queue.kernels(), capacity, steps_in_flight, memory.region()) }?;
-        Ok(Self { raw, memory, capacity, slots: Vec::with_capacity(capacity.max_tokens), has_adapters: false })
+        let (batch, slots) = (raw.batch_of(std::iter::empty()), Vec::with_capacity(capacity.max_tokens));
+        Ok(Self { raw, memory, capacity, slots, has_adapters: false, batch })
     }
 
     /// Enqueues the kernel that groups the batch's tokens by slot, which reads them in a pinned buffer. Never waits.
@@ -67,7 +70,8 @@ impl Routing {
         self.slots.clear();
         self.slots.extend(batch.slots().chunk_by(Slot::eq).map(|run| run[0]));
         self.has_adapters = batch.has_adapters();
-        Ok(RoutedBatch { raw: self.raw.batch_of(numbers), routing: self })
+        self.batch = self.raw.batch_of(numbers);
+        Ok(self.batch())
     }
 
     /// Whether [`update`](Self::update) has a free staging buffer.
@@ -120,10 +124,15 @@ impl Routing {
         let (slots, _slots_guard) = token_slots.on(&queue)?;
         let (scales, _scales_guard) = token_scales.as_mut().map(|scales| scales.on(&queue)).transpose()?.unzip();
         // SAFETY: both have `num_tokens` elements. All of the memory belongs to this stream.
-        let raw = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
+        self.batch = unsafe { self.raw.update_on_device(slots, scales, num_tokens, queue.raw()) }?;
         self.slots.clear();
         self.has_adapters = true;
-        Ok(RoutedBatch { raw, routing: self })
+        Ok(self.batch())
+    }
+
+    /// The batch of the last update, which has no tokens before the first.
+    pub fn batch(&self) -> RoutedBatch<'_> {
+        RoutedBatch { raw: self.batch, routing: self }
     }
 
     /// A batch of up to `num_tokens` tokens to capture a CUDA graph with, in the raw API. See

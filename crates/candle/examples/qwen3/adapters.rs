@@ -1,23 +1,20 @@
 //! The layers that adapters adapt, and the adapters that requests may name.
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path, thread, time::Duration};
 
 use aril::{
-    Slot,
-    adapter::Adapter,
-    model::{Linear as Fused, LinearId, ModelSpec, Parallel, TpRank},
+    DType, Slot,
+    model::{EmbeddingId, Linear as Fused, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
+    pool::{PoolConfig, PoolError, Source, Version},
 };
-use aril_candle::{Adapters, Delta, Step};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
-use candle_nn::{Linear, Module};
+use aril_candle::{Adapters, Step};
+use candle_core::{Device, Error, Result, Tensor, bail};
+use candle_nn::{Embedding, Linear, Module};
 
-/// The adapted layers, in the order in which the model adds them.
+/// The adapted layers.
 #[derive(Debug, Default)]
-pub struct Sites {
-    spec: ModelSpec,
-    ids: Vec<LinearId>,
-}
+pub struct Sites(ModelSpec);
 
 impl Sites {
     /// Adds a layer that computes the modules `slices` of `parent`, given with their numbers of outputs, in one
@@ -25,9 +22,13 @@ impl Sites {
     pub fn linear(&mut self, parent: &str, slices: &[(&str, usize)], base: Linear) -> Result<LoraLinear> {
         let fused = Fused::new(parent, Parallel::Column, base.weight().dim(1)?);
         let fused = slices.iter().fold(fused, |fused, &(module, outputs)| fused.slice(module, outputs));
-        let id = self.spec.linear(fused).map_err(Error::wrap)?;
-        self.ids.push(id);
-        Ok(LoraLinear { base, id })
+        Ok(LoraLinear { base, id: self.0.linear(fused).map_err(Error::wrap)? })
+    }
+
+    /// Adds an embedding at `path`.
+    pub fn embedding(&mut self, path: &str, base: Embedding) -> Result<LoraEmbedding> {
+        let (vocab, hidden) = base.embeddings().dims2()?;
+        Ok(LoraEmbedding { base, id: self.0.embedding(path, vocab, hidden).map_err(Error::wrap)? })
     }
 }
 
@@ -39,19 +40,26 @@ pub struct LoraLinear {
 }
 
 impl LoraLinear {
-    /// `x` is `[tokens, in_features]`.
-    pub fn forward(&self, x: &Tensor, step: &Step<'_>) -> Result<Tensor> {
-        self.add(x, &step.delta(self.id))
-    }
-
-    /// `x` is `[sequences, in_features]`, the last token of every sequence.
-    pub fn forward_last(&self, x: &Tensor, step: &Step<'_>) -> Result<Tensor> {
-        self.add(x, &step.output_delta(self.id))
-    }
-
-    fn add(&self, x: &Tensor, delta: &Delta<'_>) -> Result<Tensor> {
+    /// `x` is `[rows of the step, in_features]`.
+    pub fn forward(&self, x: &Tensor, step: &Step) -> Result<Tensor> {
         let y = self.base.forward(x)?;
-        y.inplace_op2(x, delta)?;
+        y.inplace_op2(x, &step.delta(self.id))?;
+        Ok(y)
+    }
+}
+
+/// The embedding of the base model, followed by the deltas of a step's adapters.
+#[derive(Debug)]
+pub struct LoraEmbedding {
+    base: Embedding,
+    id: EmbeddingId,
+}
+
+impl LoraEmbedding {
+    /// `tokens` are those of the step's rows.
+    pub fn forward(&self, tokens: &Tensor, step: &Step) -> Result<Tensor> {
+        let y = self.base.forward(tokens)?;
+        y.inplace_op2(tokens, &step.embedding_delta(self.id))?;
         Ok(y)
     }
 }
@@ -60,56 +68,58 @@ impl LoraLinear {
 #[derive(Debug)]
 pub struct Named {
     adapters: Adapters,
-    /// The name of the adapter in each slot.
-    names: Vec<Option<(String, Slot)>>,
+    model: Model,
+    dtype: DType,
+    versions: BTreeMap<String, Version>,
 }
 
 impl Named {
+    /// Room for as many adapters as the capacity has slots. Others are read again when they are needed.
     pub fn new(sites: &Sites, dtype: DType, device: &Device, capacity: Capacity) -> Result<Self> {
-        let model = sites.spec.shard(TpRank::SINGLE).map_err(Error::wrap)?;
-        let arena = Adapters::arena_bytes_for(&model, dtype, capacity)?;
-        let adapters = Adapters::new(&model, sites.ids.iter().copied(), dtype, device, capacity, arena)?;
-        Ok(Self { adapters, names: vec![None; capacity.num_slots] })
+        let model = sites.0.shard(TpRank::SINGLE).map_err(Error::wrap)?;
+        let arena = Adapters::arena_bytes(&model, dtype, capacity.max_rank, capacity.num_slots);
+        let adapters = Adapters::new(&model, dtype, device, capacity, PoolConfig::arena_bytes(arena))?;
+        Ok(Self { adapters, model, dtype, versions: BTreeMap::new() })
     }
 
     /// Registers the adapter that PEFT saved in `directory`, or replaces the one of that name. On an error all is as it
     /// was.
     pub fn register(&mut self, name: &str, directory: &Path) -> Result<()> {
-        let Some(index) = self.index_of(Some(name)).or_else(|| self.index_of(None)) else {
-            bail!("no room for the adapter `{name}`: there are {} already", self.names.len())
-        };
-        let slot = self.adapters.load(index, &Adapter::open(directory).map_err(Error::wrap)?)?;
-        self.names[index] = Some((name.to_owned(), slot));
+        let source = Source::directory(directory, &self.model, self.dtype).map_err(Error::wrap)?;
+        let version = self.adapters.load(source).map_err(Error::wrap)?;
+        if !self.adapters.wait_for(version.load(), Duration::from_secs(60)).map_err(Error::wrap)? {
+            bail!("the adapter `{name}` was not read in a minute")
+        }
+        self.versions.insert(name.to_owned(), version);
         Ok(())
     }
 
     /// Removes an adapter. Sequences that name it are refused from now on.
     pub fn remove(&mut self, name: &str) -> Result<()> {
-        let Some(index) = self.index_of(Some(name)) else { bail!("no adapter `{name}` is registered") };
-        self.adapters.unload(index)?;
-        self.names[index] = None;
-        Ok(())
-    }
-
-    /// Begins a step of sequences, each with its adapter and how many tokens it has in this step.
-    pub fn step(&mut self, sequences: &[(Option<&str>, usize)]) -> Result<Step<'_>> {
-        let (mut tokens, mut last_tokens) = (Vec::new(), Vec::with_capacity(sequences.len()));
-        for &(name, num_tokens) in sequences {
-            let slot = name.map_or(Ok(Slot::BASE), |name| self.registered(name))?;
-            tokens.resize(tokens.len() + num_tokens, slot);
-            last_tokens.push(slot);
-        }
-        self.adapters.step(&tokens, &last_tokens)
-    }
-
-    fn registered(&self, name: &str) -> Result<Slot> {
-        match self.names.iter().flatten().find(|(registered, _)| registered == name) {
-            Some((_, slot)) => Ok(*slot),
+        match self.versions.remove(name) {
+            Some(_) => Ok(()),
             None => bail!("no adapter `{name}` is registered"),
         }
     }
 
-    fn index_of(&self, name: Option<&str>) -> Option<usize> {
-        self.names.iter().position(|of_slot| of_slot.as_ref().map(|(name, _)| name.as_str()) == name)
+    /// Begins a step of sequences, each with its adapter and how many tokens it has in this step.
+    pub fn step(&self, sequences: &[(Option<&str>, usize)]) -> Result<Step> {
+        let mut named = BTreeMap::new();
+        for name in sequences.iter().filter_map(|(name, _)| *name) {
+            let Some(version) = self.versions.get(name) else { bail!("no adapter `{name}` is registered") };
+            named.insert(name, version.id());
+        }
+        let ids: Vec<_> = named.values().copied().collect();
+        let leases = loop {
+            match self.adapters.prepare(&ids) {
+                // An engine would run other sequences meanwhile.
+                Err(PoolError::Loading { .. }) => thread::sleep(Duration::from_millis(1)),
+                leases => break leases.map_err(Error::wrap)?,
+            }
+        };
+        let slots: BTreeMap<_, _> = named.into_keys().zip(leases.iter().map(|lease| lease.slot())).collect();
+        let slot = |name: Option<&str>| name.and_then(|name| slots.get(name).copied()).unwrap_or(Slot::BASE);
+        let tokens = sequences.iter().flat_map(|&(name, tokens)| std::iter::repeat_n(slot(name), tokens));
+        self.adapters.step(&tokens.collect::<Vec<_>>())
     }
 }

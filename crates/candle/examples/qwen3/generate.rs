@@ -29,7 +29,7 @@ impl Sequence {
 /// `[sequences, vocab]`.
 ///
 /// A new sequence runs its whole prompt, and a decoding sequence one token, in the same step.
-pub fn step(model: &Qwen3, adapters: &mut Named, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
+pub fn step(model: &Qwen3, adapters: &Named, sequences: &mut [&mut Sequence]) -> Result<Tensor> {
     if sequences.iter().any(|sequence| sequence.cached == sequence.tokens.len()) {
         bail!("a sequence has no new token")
     }
@@ -50,7 +50,7 @@ pub fn step(model: &Qwen3, adapters: &mut Named, sequences: &mut [&mut Sequence]
 }
 
 /// Appends the model's tokens to every sequence until it ends the text or has `max_new_tokens` new tokens.
-pub fn generate(model: &Qwen3, adapters: &mut Named, sequences: &mut [Sequence], max_new_tokens: usize) -> Result<()> {
+pub fn generate(model: &Qwen3, adapters: &Named, sequences: &mut [Sequence], max_new_tokens: usize) -> Result<()> {
     let mut active: Vec<&mut Sequence> = sequences.iter_mut().collect();
     for _ in 0..max_new_tokens {
         if active.is_empty() {

@@ -35,17 +35,18 @@ struct Arguments {
 fn main() -> Result<(), Box<dyn Error>> {
     let Arguments { model: directory, adapters: named, prompt } = Arguments::parse()?;
     let device = if cuda_is_available() { Device::new_cuda_with_stream(0)? } else { Device::Cpu };
-    let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
+    let (dtype, of_adapters) =
+        if device.is_cuda() { (DType::BF16, aril::DType::BF16) } else { (DType::F32, aril::DType::F32) };
     let tokenizer = Tokenizer::from_file(directory.join("tokenizer.json")).map_err(|error| error.to_string())?;
     let prompt = tokenizer.encode(prompt, true).map_err(|error| error.to_string())?.get_ids().to_vec();
 
     let (model, sites) = Qwen3::open(&directory, dtype, &device)?;
     let capacity = Capacity::tokens(4096).slots(named.len().max(1)).rank(64);
-    let mut adapters = Named::new(&sites, dtype, &device, capacity)?;
+    let mut adapters = Named::new(&sites, of_adapters, &device, capacity)?;
     for (name, directory) in &named {
         adapters.register(name, directory)?;
     }
-    let ask = |adapters: &mut Named, names: &[Option<&str>]| -> Result<(), Box<dyn Error>> {
+    let ask = |adapters: &Named, names: &[Option<&str>]| -> Result<(), Box<dyn Error>> {
         let mut sequences: Vec<_> = names.iter().map(|name| Sequence::new(&model, *name, &prompt)).collect();
         generate(&model, adapters, &mut sequences, MAX_NEW_TOKENS)?;
         for sequence in sequences {
@@ -55,13 +56,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         Ok(())
     };
     let names: Vec<_> = [None].into_iter().chain(named.iter().map(|(name, _)| Some(&**name))).collect();
-    ask(&mut adapters, &names)?;
+    ask(&adapters, &names)?;
 
     if let [(first, _), .., (last, directory)] = &*named {
         adapters.register(first, directory)?;
         adapters.remove(last)?;
         println!("\n{first} replaced by what {last} was, {last} removed:");
-        ask(&mut adapters, &names[..names.len() - 1])?;
+        ask(&adapters, &names[..names.len() - 1])?;
     }
     Ok(())
 }

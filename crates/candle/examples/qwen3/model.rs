@@ -4,14 +4,12 @@
 use std::{fs, path::Path};
 
 use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
-use candle_nn::{
-    Embedding, Linear, RmsNorm, VarBuilder, embedding, kv_cache::ConcatKvCache, ops, rms_norm, rotary_emb::rope,
-};
+use candle_nn::{Linear, RmsNorm, VarBuilder, embedding, kv_cache::ConcatKvCache, ops, rms_norm, rotary_emb::rope};
 use serde::Deserialize;
 
 use aril_candle::Step;
 
-use crate::adapters::{LoraLinear, Sites};
+use crate::adapters::{LoraEmbedding, LoraLinear, Sites};
 
 /// The fields of `config.json` that the forward needs.
 #[derive(Clone, Debug, Deserialize)]
@@ -52,7 +50,7 @@ impl Config {
 #[derive(Debug)]
 pub struct Qwen3 {
     config: Config,
-    embed: Embedding,
+    embed: LoraEmbedding,
     layers: Vec<Layer>,
     norm: RmsNorm,
     head: LoraLinear,
@@ -113,6 +111,7 @@ impl Qwen3 {
             vb.get((vocab_size, hidden_size), "lm_head.weight")?
         };
         let head = sites.linear("", &[("lm_head", vocab_size)], Linear::new(head, None))?;
+        let embed = sites.embedding("model.embed_tokens", embed)?;
         let rope = rope_tables(&config, vb.dtype(), vb.device())?;
         Ok((Self { config, embed, layers, norm, head, rope }, sites))
     }
@@ -128,10 +127,10 @@ impl Qwen3 {
 
     /// One forward for all sequences of the step, in order. Returns the logits after each one's last token:
     /// `[sequences, vocab]`.
-    pub fn forward(&self, rows: &mut [Row<'_>], step: &Step<'_>) -> Result<Tensor> {
+    pub fn forward(&self, rows: &mut [Row<'_>], step: &Step) -> Result<Tensor> {
         let tokens: Vec<u32> = rows.iter().flat_map(|row| row.tokens).copied().collect();
-        let tokens = Tensor::new(tokens, self.embed.embeddings().device())?;
-        let mut h = self.embed.forward(&tokens)?;
+        let tokens = Tensor::new(tokens, self.rope.0.device())?;
+        let mut h = self.embed.forward(&tokens, step)?;
         for (index, layer) in self.layers.iter().enumerate() {
             let qkv = layer.qkv.forward(&layer.input_norm.forward(&h)?, step)?;
             let mut begin = 0;
@@ -147,12 +146,16 @@ impl Qwen3 {
             let [gate, up] = gate_up.chunk(2, 1)?.try_into().expect("two halves");
             h = (h + layer.down.forward(&(gate.silu()? * up)?, step)?)?;
         }
-        let lasts = rows.iter().scan(0, |end, row| {
-            *end += row.tokens.len();
-            u32::try_from(*end - 1).ok()
-        });
-        let lasts = Tensor::new(lasts.collect::<Vec<_>>(), h.device())?;
-        self.head.forward_last(&self.norm.forward(&h.index_select(&lasts, 0)?)?, step)
+        let lasts: Vec<u32> = rows
+            .iter()
+            .scan(0, |end, row| {
+                *end += row.tokens.len();
+                u32::try_from(*end - 1).ok()
+            })
+            .collect();
+        let step = step.rows(lasts.iter().map(|&last| last as usize))?;
+        let h = h.index_select(&Tensor::new(lasts, h.device())?, 0)?;
+        self.head.forward(&self.norm.forward(&h)?, &step)
     }
 
     /// Attention of one sequence's new tokens, `qkv` `[tokens, q + k + v features]`, to all its tokens: `[tokens, q

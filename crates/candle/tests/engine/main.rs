@@ -1,4 +1,4 @@
-//! The crate's operation on tensors of many layouts, and the model of the example `qwen3`. With the feature `cuda`, on
+//! The crate's operations on tensors of many layouts, and the model of the example `qwen3`. With the feature `cuda`, on
 //! a GPU.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -8,9 +8,44 @@ mod adapters;
 mod generate;
 #[path = "../../examples/qwen3/model.rs"]
 mod model;
+mod naive;
 mod operation;
 mod sequential;
 mod threads;
+
+use std::{sync::Arc, time::Duration};
+
+use aril::{
+    DType,
+    adapter::Adapter,
+    model::Model,
+    plan::Capacity,
+    pool::{Lease, PoolConfig, Source},
+};
+use aril_candle::Adapters;
+
+/// A pool with room for an adapter in each slot.
+fn pool(model: &Model, dtype: DType, capacity: Capacity) -> Adapters {
+    let arena = Adapters::arena_bytes(model, dtype, capacity.max_rank, capacity.num_slots);
+    Adapters::new(model, dtype, &device(), capacity, PoolConfig::arena_bytes(arena)).unwrap()
+}
+
+/// Loads an adapter and leases it, which keeps it.
+fn lease(adapters: &Adapters, model: &Model, dtype: DType, adapter: Adapter) -> Lease {
+    let source = Source::memory(Arc::new(adapter), model, dtype).unwrap();
+    let version = adapters.load(source).unwrap();
+    assert!(adapters.wait_for(version.load(), Duration::from_secs(60)).unwrap());
+    adapters.prepare(&[version.id()]).unwrap().remove(0)
+}
+
+/// The element type of candle's tensors.
+fn of_candle(dtype: DType) -> candle_core::DType {
+    match dtype {
+        DType::BF16 => candle_core::DType::BF16,
+        DType::F16 => candle_core::DType::F16,
+        _ => candle_core::DType::F32,
+    }
+}
 
 /// The device of these tests.
 fn device() -> candle_core::Device {

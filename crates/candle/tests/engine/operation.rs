@@ -3,14 +3,15 @@
 
 use aril::{
     DType as ArilDType, Slot,
-    adapter::{Adapter, Tensor as Factor},
+    adapter::Adapter,
     model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
     plan::Capacity,
+    pool::Lease,
 };
 use aril_candle::Adapters;
 use candle_core::{DType, Device, Tensor};
 
-use crate::device;
+use crate::{device, lease, of_candle, pool};
 
 const IN: usize = 4;
 /// Of two slices.
@@ -20,10 +21,7 @@ const ADAPTERS: [Option<usize>; 3] = [Some(1), None, Some(0)];
 
 /// Factors of rank 1: A of ones, and B whose rows are `value` and the numbers after it.
 fn factors(value: usize) -> Adapter {
-    let factor = |shape: [usize; 2], values: Vec<f32>| {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Factor::new(ArilDType::F32, shape, bytes).unwrap()
-    };
+    let factor = |shape: [usize; 2], values| Tensor::from_vec(values, &shape, &device()).unwrap();
     let tensors = ["q", "v"].iter().zip(OUT).flat_map(|(slice, out)| {
         let b = (0..out).map(|row| (value + row) as f32).collect();
         [
@@ -31,24 +29,31 @@ fn factors(value: usize) -> Adapter {
             (format!("attn.{slice}.lora_B.weight"), factor([out, 1], b)),
         ]
     });
-    Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 2}"#, tensors).unwrap()
+    aril_candle::adapter(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 2}"#, tensors).unwrap()
 }
 
-/// Two adapters for the first of two layers.
-fn adapters(dtype: DType, device: &Device) -> (Adapters, [LinearId; 2], [Slot; 3]) {
-    let mut spec = ModelSpec::new();
-    let fused = |parent| Linear::new(parent, Parallel::Column, IN).slice("q", OUT[0]).slice("v", OUT[1]);
-    let ids = ["attn", "other"].map(|parent| spec.linear(fused(parent)).unwrap());
+/// Two adapters of a layer, the layer of another model, and the slots of `ADAPTERS`, which the leases keep.
+fn adapters(dtype: ArilDType) -> (Adapters, [LinearId; 2], [Slot; 3], [Lease; 2]) {
+    let fused = || Linear::new("attn", Parallel::Column, IN).slice("q", OUT[0]).slice("v", OUT[1]);
+    let (mut spec, other) = (ModelSpec::new(), ModelSpec::new().linear(fused()).unwrap());
+    let id = spec.linear(fused()).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(4).slots(2).rank(8);
-    let arena = Adapters::arena_bytes_for(&model, dtype, capacity).unwrap();
-    let mut adapters = Adapters::new(&model, ids[..1].iter().copied(), dtype, device, capacity, arena).unwrap();
-    // The last one replaces another, for which there is room.
-    let [first, replaced, second] =
-        [(0, 1), (1, 2), (1, 5)].map(|(slot, value)| adapters.load(slot, &factors(value)).unwrap());
-    assert!(adapters.step(&[replaced], &[]).is_err());
-    let slots = ADAPTERS.map(|adapter| adapter.map_or(Slot::BASE, |adapter| [first, second][adapter]));
-    (adapters, ids, slots)
+    let adapters = pool(&model, dtype, Capacity::tokens(4).slots(2).rank(8));
+    // The last one takes the place of another, whose lease has ended.
+    let [first, replaced] = [1, 2].map(|value| lease(&adapters, &model, dtype, factors(value)));
+    let gone = replaced.slot();
+    drop(replaced);
+    let (step, y, x) =
+        (adapters.step(&[gone; 3]).unwrap(), sevens(3, 5, of_candle(dtype)), x(of_candle(dtype), &device()));
+    y.inplace_op2(&x, &step.delta(id)).unwrap();
+    let second = lease(&adapters, &model, dtype, factors(5));
+    for refused in [adapters.step(&[gone]).map(drop), y.inplace_op2(&x, &step.delta(id))] {
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("no lease of the pool's stream holds"), "{refused}");
+    }
+    let leases = [first, second];
+    let slots = ADAPTERS.map(|adapter| adapter.map_or(Slot::BASE, |adapter| leases[adapter].slot()));
+    (adapters, [id, other], slots, leases)
 }
 
 /// Row `t` of x is `t + 1` in each column, so that `A x` is `4 (t + 1)`.
@@ -67,6 +72,10 @@ fn expected() -> Vec<Vec<f32>> {
     ADAPTERS.iter().enumerate().map(row).collect()
 }
 
+fn sevens(rows: usize, cols: usize, dtype: DType) -> Tensor {
+    Tensor::full(7f32, (rows, cols), &device()).unwrap().to_dtype(dtype).unwrap()
+}
+
 fn rows(y: &Tensor) -> Vec<Vec<f32>> {
     y.reshape(((), y.dim(y.rank() - 1).unwrap())).unwrap().to_dtype(DType::F32).unwrap().to_vec2().unwrap()
 }
@@ -74,10 +83,10 @@ fn rows(y: &Tensor) -> Vec<Vec<f32>> {
 #[test]
 fn rows_may_be_any_distance_apart() {
     let device = device();
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let (mut adapters, [id, _], slots) = adapters(dtype, &device);
-        let step = adapters.step(&slots, &slots[1..]).unwrap();
-        let (x, sevens) = (x(dtype, &device), (Tensor::ones((3, 5), dtype, &device).unwrap() * 7.0).unwrap());
+    for dtype in [ArilDType::F32, ArilDType::F16, ArilDType::BF16] {
+        let (adapters, [id, _], slots, _leases) = adapters(dtype);
+        let (dtype, step) = (of_candle(dtype), adapters.step(&slots).unwrap());
+        let (x, sevens) = (x(dtype, &device), sevens(3, 5, dtype));
         // A part of a wider tensor, between columns of 9s.
         let nines = |cols| (Tensor::ones((3, cols), dtype, &device).unwrap() * 9.0).unwrap();
         let wide = |tensor: &Tensor| Tensor::cat(&[&nines(3), tensor, &nines(2)], 1).unwrap();
@@ -98,18 +107,28 @@ fn rows_may_be_any_distance_apart() {
             let expected = expected().into_iter().map(|row| [vec![9.0; 3], row, vec![9.0; 2]].concat());
             assert_eq!(rows(&all), expected.collect::<Vec<_>>(), "{dtype:?}, {:?}", x.layout());
         }
-        // The rows of the step's outputs: of the last two tokens.
+        // Some rows of the step.
         let y = sevens.narrow(0, 1, 2).unwrap().copy().unwrap();
-        y.inplace_op2(&x.narrow(0, 1, 2).unwrap(), &step.output_delta(id)).unwrap();
+        y.inplace_op2(&x.narrow(0, 1, 2).unwrap(), &step.rows(1..3).unwrap().delta(id)).unwrap();
         assert_eq!(rows(&y), expected()[1..], "{dtype:?}");
+        let (y, order) = (sevens.copy().unwrap(), [2, 0, 1]);
+        let x = x.index_select(&Tensor::new(&order.map(|row| row as u32), &device).unwrap(), 0).unwrap();
+        y.inplace_op2(&x, &step.rows(order).unwrap().delta(id)).unwrap();
+        assert_eq!(rows(&y), order.map(|row| expected()[row].clone()), "{dtype:?}");
+        // A row of some rows, four times.
+        let (y, x) =
+            (Tensor::cat(&[&sevens, &sevens.narrow(0, 0, 1).unwrap()], 0).unwrap(), x.narrow(0, 1, 1).unwrap());
+        let repeated = step.rows(order).unwrap().rows([1; 4]).unwrap();
+        y.inplace_op2(&x.repeat((4, 1)).unwrap(), &repeated.delta(id)).unwrap();
+        assert_eq!(rows(&y), vec![expected()[0].clone(); 4], "{dtype:?}");
     }
 }
 
 #[test]
 fn operands_that_are_not_rows_of_the_step_are_refused() {
     let device = device();
-    let (mut adapters, [id, other], slots) = adapters(DType::F32, &device);
-    let step = adapters.step(&slots, &[]).unwrap();
+    let (adapters, [id, other], slots, _leases) = adapters(ArilDType::F32);
+    let step = adapters.step(&slots).unwrap();
     let x = x(DType::F32, &device);
     let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &device).unwrap();
     let y = || tensor(&[3, 5]);
@@ -120,8 +139,8 @@ fn operands_that_are_not_rows_of_the_step_are_refused() {
         (y(), tensor(&[4, 3]).t().unwrap(), "the elements of a row of `x` are not adjacent"),
         (tensor(&[5, 3]).t().unwrap(), x.clone(), "the elements of a row of `y` are not adjacent"),
         (tensor(&[4, 5]), uneven, "the rows of `x` are not at equal distances"),
-        (y(), half.clone(), "`y` is in F32 and `x` in F16, and their adapters are in f32"),
-        (y().to_dtype(DType::F16).unwrap(), half, "`x` is f16, but must be f32"),
+        (y(), half.clone(), "`y` is in F32 and `x` in F16, but must be in F32 and F32"),
+        (y().to_dtype(DType::F16).unwrap(), half, "`y` is in F16 and `x` in F16, but must be in F32 and F32"),
         (y(), x.narrow(0, 0, 2).unwrap(), "`x` is [2, 4], but must be [3, 4]"),
         (tensor(&[2, 5]), x.clone(), "`y` is [2, 5], but must be [3, 5]"),
         (y(), tensor(&[3, 5]), "`x` is [3, 5], but must be [3, 4]"),
@@ -135,21 +154,28 @@ fn operands_that_are_not_rows_of_the_step_are_refused() {
         assert_eq!(before, after, "{error}");
     }
     let refused = y().inplace_op2(&x, &step.delta(other)).unwrap_err().to_string();
-    assert!(refused.contains("none of the layers"), "{refused}");
-    let refused = y().inplace_op2(&x, &step.output_delta(id)).unwrap_err().to_string();
+    assert!(refused.contains("another model"), "{refused}");
+    for (rows, error) in
+        [(vec![1, 3], "the step has no row 3, but 3"), (vec![0; 5], "the batch's tokens must be at most 4, not 5")]
+    {
+        let refused = step.rows(rows).unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused}");
+    }
+    let none = step.rows([]).unwrap();
+    let refused = y().inplace_op2(&x, &none.delta(id)).unwrap_err().to_string();
     assert!(refused.contains("`x` is [3, 4], but must be [0, 4]"), "{refused}");
-    let (mut others, ..) = self::adapters(DType::F32, &device);
-    assert!(others.step(&slots[..1], &[]).is_err() && others.step(&[], &slots[..1]).is_err());
-    assert!(adapters.step(&[Slot::BASE; 5], &[]).is_err());
+    let (others, ..) = self::adapters(ArilDType::F32);
+    assert!(others.step(&slots[..1]).is_err());
+    assert!(adapters.step(&[Slot::BASE; 5]).is_err());
 }
 
 #[test]
 fn each_slice_may_have_an_output_of_its_own() {
     let device = device();
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        let (mut adapters, [id, _], slots) = adapters(dtype, &device);
-        let step = adapters.step(&slots, &[]).unwrap();
-        let (x, sevens) = (x(dtype, &device), |cols| (Tensor::ones((3, cols), dtype, &device).unwrap() * 7.0).unwrap());
+    for dtype in [ArilDType::F32, ArilDType::F16, ArilDType::BF16] {
+        let (adapters, [id, _], slots, _leases) = adapters(dtype);
+        let (dtype, step) = (of_candle(dtype), adapters.step(&slots).unwrap());
+        let (x, sevens) = (x(dtype, &device), |cols| sevens(3, cols, dtype));
         let (q, wide) = (sevens(OUT[0]), sevens(OUT[1] + 4));
         let v = wide.narrow(1, 3, OUT[1]).unwrap().unsqueeze(0).unwrap();
         step.delta(id).add_to([&q, &v], &x).unwrap();
@@ -171,8 +197,8 @@ fn each_slice_may_have_an_output_of_its_own() {
 #[test]
 fn outputs_that_are_not_those_of_the_slices_are_refused() {
     let device = device();
-    let (mut adapters, [id, _], slots) = adapters(DType::F32, &device);
-    let step = adapters.step(&slots, &[]).unwrap();
+    let (adapters, [id, _], slots, _leases) = adapters(ArilDType::F32);
+    let step = adapters.step(&slots).unwrap();
     let x = x(DType::F32, &device);
     let tensor = |cols| Tensor::ones((3, cols), DType::F32, &device).unwrap();
     let (row, of_x) = (tensor(2).narrow(0, 0, 1).unwrap(), Tensor::cat(&[&x, &tensor(2)], 1).unwrap());
@@ -196,21 +222,13 @@ fn outputs_that_are_not_those_of_the_slices_are_refused() {
     }
 }
 
+/// Its stream is another one on each thread.
+#[cfg(feature = "cuda")]
 #[test]
-fn types_without_adapters_are_refused() {
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("attn", Parallel::Column, IN).slice("q", 1)).unwrap();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let new = |dtype, device: &Device| {
-        let capacity = Capacity::tokens(4).slots(2).rank(8);
-        Adapters::new(&model, [id], dtype, device, capacity, 1 << 20).map(drop)
-    };
-    let refused = new(DType::F64, &device()).unwrap_err().to_string();
-    assert!(refused.contains("F64"), "{refused}");
-    // Its stream is another one on each thread.
-    #[cfg(feature = "cuda")]
-    {
-        let refused = new(DType::F32, &Device::new_cuda(0).unwrap()).unwrap_err().to_string();
-        assert!(refused.contains("Device::new_cuda_with_stream"), "{refused}");
-    }
+fn the_default_stream_of_each_thread_is_refused() {
+    let model = ModelSpec::new().shard(TpRank::SINGLE).unwrap();
+    let (device, capacity) = (Device::new_cuda(0).unwrap(), Capacity::tokens(4).slots(2).rank(8));
+    let config = aril::pool::PoolConfig::arena_bytes(1 << 20);
+    let refused = Adapters::new(&model, ArilDType::F32, &device, capacity, config).unwrap_err().to_string();
+    assert!(refused.contains("Device::new_cuda_with_stream"), "{refused}");
 }

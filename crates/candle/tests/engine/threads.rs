@@ -8,53 +8,48 @@ use std::{
 };
 
 use aril::{
-    DType as ArilDType, Slot,
-    adapter::{Adapter, Tensor as Factor},
+    DType,
     model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
     plan::Capacity,
+    pool::Lease,
 };
 use aril_candle::Adapters;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use rayon::prelude::*;
 
-use crate::device;
+use crate::{device, lease, of_candle, pool};
 
 const FEATURES: usize = 64;
 /// More than what one launch works on.
 const MANY_ROWS: usize = 600;
 
-/// A layer of two slices on [`FEATURES`] features, and an adapter in slot 0 that adds the sum of a row of x to its
+/// A layer of two slices on [`FEATURES`] features, and a lease of an adapter that adds the sum of a row of x to its
 /// outputs of the first one, and twice that to those of the second.
-fn adapters(dtype: DType) -> (Adapters, LinearId, Slot) {
+fn adapters(dtype: DType) -> (Adapters, LinearId, Lease) {
     let mut spec = ModelSpec::new();
     let id =
         spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", FEATURES).slice("k", FEATURES)).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
-    let factor = |shape: [usize; 2], value: f32| {
-        let bytes: Vec<u8> = [value.to_le_bytes(); FEATURES].concat();
-        Factor::new(ArilDType::F32, shape, bytes).unwrap()
-    };
+    let factor = |shape, value| full(value, shape, DType::F32);
     let tensors = [("q", 1.0), ("k", 2.0)].into_iter().flat_map(|(slice, value)| {
         [
-            (format!("m.{slice}.lora_A.weight"), factor([1, FEATURES], 1.0)),
-            (format!("m.{slice}.lora_B.weight"), factor([FEATURES, 1], value)),
+            (format!("m.{slice}.lora_A.weight"), factor((1, FEATURES), 1.0)),
+            (format!("m.{slice}.lora_B.weight"), factor((FEATURES, 1), value)),
         ]
     });
-    let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors).unwrap();
-    let capacity = Capacity::tokens(MANY_ROWS).slots(1).rank(8);
-    let arena = Adapters::arena_bytes_for(&model, dtype, capacity).unwrap();
-    let mut adapters = Adapters::new(&model, [id], dtype, &device(), capacity, arena).unwrap();
-    let slot = adapters.load(0, &adapter).unwrap();
-    (adapters, id, slot)
+    let adapter = aril_candle::adapter(r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1}"#, tensors).unwrap();
+    let adapters = pool(&model, dtype, Capacity::tokens(MANY_ROWS).slots(1).rank(8));
+    let lease = lease(&adapters, &model, dtype, adapter);
+    (adapters, id, lease)
 }
 
 /// A matrix of this value.
 fn full(value: f32, shape: (usize, usize), dtype: DType) -> Tensor {
-    Tensor::full(value, shape, &device()).unwrap().to_dtype(dtype).unwrap()
+    Tensor::full(value, shape, &device()).unwrap().to_dtype(of_candle(dtype)).unwrap()
 }
 
 fn assert_full(y: &Tensor, value: f32, what: &str) {
-    let elements = y.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let elements = y.to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let wrong = elements.iter().filter(|element| **element != value).count();
     assert_eq!(wrong, 0, "{what}: {wrong} of {} elements are not {value}: {:?}", elements.len(), elements.first());
 }
@@ -77,18 +72,18 @@ fn ends(run: impl FnOnce() + Send + 'static) {
 fn threads_do_not_mix_their_rows() {
     for (dtype, rows, count) in [(DType::F32, 4, 500), (DType::F32, MANY_ROWS, 20), (DType::BF16, MANY_ROWS, 20)] {
         ends(move || {
-            let (mut adapters, id, slot) = adapters(dtype);
-            let slots = vec![slot; rows];
-            let step = adapters.step(&slots, &slots).unwrap();
+            let (adapters, id, lease) = adapters(dtype);
+            let step = adapters.step(&vec![lease.slot(); rows]).unwrap();
+            let last = step.rows((0..rows).rev()).unwrap();
             thread::scope(|threads| {
                 for value in [1.0, 2.0, 4.0] {
-                    let step = &step;
+                    let (step, last) = (&step, &last);
                     threads.spawn(move || {
                         let x = full(value, (rows, FEATURES), dtype);
                         let y: Vec<_> = (0..count).map(|_| full(1.0, (rows, 2 * FEATURES), dtype)).collect();
                         for (number, y) in y.iter().enumerate() {
-                            let delta = if number % 2 == 0 { step.delta(id) } else { step.output_delta(id) };
-                            y.inplace_op2(&x, &delta).unwrap();
+                            let step = if number % 2 == 0 { step } else { last };
+                            y.inplace_op2(&x, &step.delta(id)).unwrap();
                         }
                         for y in &y {
                             let of_slice = |slice: usize| y.narrow(1, slice * FEATURES, FEATURES).unwrap();
@@ -113,9 +108,8 @@ fn operations_may_be_tasks_of_rayon() {
     for threads in [2, 4, 16] {
         ends(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let (mut adapters, id, slot) = adapters(DType::F32);
-            let slots = [slot; 64];
-            let step = adapters.step(&slots, &[]).unwrap();
+            let (adapters, id, lease) = adapters(DType::F32);
+            let step = adapters.step(&[lease.slot(); 64]).unwrap();
             let zeros = || full(0.0, (64, 2 * FEATURES), DType::F32);
             let (x, all) = (full(1.0, (64, FEATURES), DType::F32), zeros());
             let own: Vec<_> = (0..64).map(|_| zeros()).collect();
@@ -137,8 +131,8 @@ fn operations_may_be_tasks_of_rayon() {
 fn outputs_may_be_in_any_order() {
     const COUNT: usize = 2000;
     ends(|| {
-        let (mut adapters, id, slot) = adapters(DType::F32);
-        let step = adapters.step(&[slot; 4], &[]).unwrap();
+        let (adapters, id, lease) = adapters(DType::F32);
+        let step = adapters.step(&[lease.slot(); 4]).unwrap();
         let matrix = |value| full(value, (4, FEATURES), DType::F32);
         let (x, q, k) = (matrix(1.0), matrix(0.0), matrix(0.0));
         thread::scope(|threads| {
@@ -161,8 +155,8 @@ fn outputs_may_be_in_any_order() {
 fn a_stream_that_is_captured_is_refused() {
     use candle_core::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
-    let (mut adapters, id, slot) = adapters(DType::F32);
-    let step = adapters.step(&[slot], &[]).unwrap();
+    let (adapters, id, lease) = adapters(DType::F32);
+    let step = adapters.step(&[lease.slot()]).unwrap();
     let (x, y) = (full(1.0, (1, FEATURES), DType::F32), full(0.0, (1, 2 * FEATURES), DType::F32));
     let candle_core::Device::Cuda(device) = y.device() else { panic!("the device is a GPU") };
     let stream = device.cuda_stream();
