@@ -20,7 +20,7 @@ use aril::{
     adapter::Adapter,
     model::Model,
     plan::Capacity,
-    pool::{Lease, PoolConfig, Source},
+    pool::{Lease, PoolConfig, PoolError, Source},
 };
 use aril_candle::Adapters;
 
@@ -35,7 +35,13 @@ fn lease(adapters: &Adapters, model: &Model, dtype: DType, adapter: Adapter) -> 
     let source = Source::memory(Arc::new(adapter), model, dtype).unwrap();
     let version = adapters.load(source).unwrap();
     assert!(adapters.wait_for(version.load(), Duration::from_secs(60)).unwrap());
-    adapters.prepare(&[version.id()]).unwrap().remove(0)
+    loop {
+        match adapters.prepare(&[version.id()]) {
+            // Another one is still on its way to the device.
+            Err(PoolError::Loading { .. }) => std::thread::sleep(Duration::from_millis(1)),
+            leases => return leases.unwrap().remove(0),
+        }
+    }
 }
 
 /// The element type of candle's tensors.
