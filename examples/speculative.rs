@@ -1,5 +1,5 @@
-//! Speculative decoding with adapters on the CPU: the rows of drafts and the rows that verify them in one step, of
-//! different lengths for each sequence.
+//! Speculative decoding with adapters: the rows of drafts and the rows that verify them in one step, of different lengths
+//! for each sequence. On the CPU and, with `--features cuda` and a driver, in replays of one graph on the GPU.
 //!
 //! The model is one layer whose base computes `y = x`. A draft is the base model, or a draft adapter on top of the
 //! tenant's own, which are one combination. Every token is one that the tenant's adapter chooses, so that the texts are
@@ -12,8 +12,9 @@ use std::error::Error;
 use aril::{
     DType, Slot,
     adapter::{Adapter, SlotImage, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    model::{Linear, ModelSpec, Parallel, TpRank},
+    cpu,
+    error::LoadError,
+    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
 };
@@ -24,10 +25,107 @@ const FEATURES: usize = 16;
 const VOCAB: usize = 64;
 const TOKENS: usize = 40;
 const MAX_ROWS: usize = 32;
+const CAPACITY: Capacity = Capacity::tokens(MAX_ROWS).slots(4).rank(16);
+const ARENA_BYTES: usize = 1 << 20;
 
+/// What a device does.
+trait Device {
+    fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError>;
+
+    /// Adds the delta of each row. `x` and `y` are `[rows, features]`.
+    fn add_delta(&mut self, batch: &Batch<'_>, x: &[f32], y: &mut [f32]) -> Result<()>;
+}
+
+struct Cpu {
+    weights: cpu::WeightTable,
+    layer: cpu::LoraLinear,
+    workspace: cpu::Workspace,
+}
+
+impl Cpu {
+    fn new(model: &Model, id: LinearId) -> Result<Self> {
+        let weights = cpu::WeightTable::new(model, DType::F32, CAPACITY, ARENA_BYTES)?;
+        Ok(Self { layer: cpu::LoraLinear::new(&weights, id)?, workspace: cpu::Workspace::default(), weights })
+    }
+}
+
+impl Device for Cpu {
+    fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
+        self.weights.load(slot, image)
+    }
+
+    fn add_delta(&mut self, batch: &Batch<'_>, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let rows = batch.num_tokens();
+        let (x, y) = (cpu::Matrix::new(x, rows, FEATURES)?, cpu::MatrixMut::new(y, rows, FEATURES)?);
+        Ok(self.layer.add_delta(&mut self.weights.step(batch, &mut self.workspace)?, x, y)?)
+    }
+}
+
+/// The GPU, if there is one.
+#[cfg(not(feature = "cuda"))]
+fn gpu(_: &Model, _: LinearId) -> Result<Option<Box<dyn Device>>> {
+    Ok(None)
+}
+
+#[cfg(feature = "cuda")]
+use gpu::gpu;
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use aril::cuda::{
+        Buffer, Graph, Kernels, LaunchError, LoraLinear, Matrix, MatrixMut, Queue, Routing, WeightTable, Workspace,
+        driver_is_present,
+    };
+    use cudarc::driver::CudaContext;
+
+    use super::*;
+
+    struct Gpu {
+        weights: WeightTable,
+        routing: Routing,
+        workspace: Workspace,
+        x: Buffer<f32>,
+        y: Buffer<f32>,
+        /// For any rows, up to as many as it was captured for.
+        graph: Graph,
+    }
+
+    /// The GPU, if there is one.
+    pub(super) fn gpu(model: &Model, id: LinearId) -> Result<Option<Box<dyn Device>>> {
+        if !driver_is_present() {
+            return Ok(None);
+        }
+        let context = CudaContext::new(0)?;
+        let queue = Queue::new(&Kernels::load_into(&context)?, &context.default_stream())?;
+        let weights = WeightTable::new(&queue, model, DType::F32, CAPACITY, ARENA_BYTES)?;
+        let (routing, mut workspace) = (Routing::new(&queue, CAPACITY, 1)?, Workspace::new(&weights)?);
+        let (x, mut y) = (Buffer::zeros(&queue, MAX_ROWS * FEATURES)?, Buffer::zeros(&queue, MAX_ROWS * FEATURES)?);
+        let layer = LoraLinear::new(&weights, id)?;
+        let graph = weights.capture(&routing, MAX_ROWS, &mut workspace, |step| {
+            let y = MatrixMut::new(&mut y, MAX_ROWS, FEATURES)?;
+            layer.add_delta(step, Matrix::new(&x, MAX_ROWS, FEATURES)?, y)?;
+            Ok::<_, LaunchError>(())
+        })?;
+        Ok(Some(Box::new(Gpu { weights, routing, workspace, x, y, graph })))
+    }
+
+    impl Device for Gpu {
+        fn load(&self, slot: usize, image: &SlotImage<'_>) -> Result<Slot, LoadError> {
+            self.weights.load(slot, image)
+        }
+
+        fn add_delta(&mut self, batch: &Batch<'_>, x: &[f32], y: &mut [f32]) -> Result<()> {
+            self.x.write(x)?;
+            self.y.write(y)?;
+            let batch = self.routing.update(batch)?;
+            self.graph.replay(&mut self.weights.step(&batch, &mut self.workspace)?)?;
+            Ok(self.y.read(y)?)
+        }
+    }
+}
+
+/// The model but for its deltas.
 struct Engine {
-    weights: WeightTable,
-    layer: LoraLinear,
     /// `[vocab, features]`
     embeddings: Vec<[f32; FEATURES]>,
     head: Vec<[f32; FEATURES]>,
@@ -72,28 +170,21 @@ impl Sequence {
 }
 
 impl Engine {
-    fn new() -> Result<Self> {
-        let mut spec = ModelSpec::new();
-        let proj = spec.linear(Linear::new("", Parallel::Replicated, FEATURES).slice("proj", FEATURES))?;
-        let capacity = Capacity::tokens(MAX_ROWS).slots(4).rank(16);
-        let weights = WeightTable::new(&spec.shard(TpRank::SINGLE)?, DType::F32, capacity, 1 << 20)?;
-        let layer = LoraLinear::new(&weights, proj)?;
+    fn new() -> Self {
         let mut value = values(1);
         let mut matrix = || (0..VOCAB).map(|_| std::array::from_fn(|_| value())).collect();
-        Ok(Self { weights, layer, embeddings: matrix(), head: matrix() })
+        Self { embeddings: matrix(), head: matrix() }
     }
 
     /// The most probable token behind each row's last two.
-    fn step(&self, rows: &[(Slot, [usize; 2])], workspace: &mut Workspace) -> Result<Vec<usize>> {
+    fn step(&self, device: &mut dyn Device, rows: &[(Slot, [usize; 2])]) -> Result<Vec<usize>> {
         let slots: Vec<Slot> = rows.iter().map(|(slot, _)| *slot).collect();
         let input = |[before, last]: [usize; 2]| -> [f32; FEATURES] {
             std::array::from_fn(|i| self.embeddings[last][i] + self.embeddings[before][i] / 2.0)
         };
         let x: Vec<_> = rows.iter().map(|(_, tokens)| input(*tokens)).collect();
         let mut y = x.clone();
-        let mut step = self.weights.step(&Batch::new(&slots), workspace)?;
-        let y_matrix = MatrixMut::new(y.as_flattened_mut(), rows.len(), FEATURES)?;
-        self.layer.add_delta(&mut step, Matrix::new(x.as_flattened(), rows.len(), FEATURES)?, y_matrix)?;
+        device.add_delta(&Batch::new(&slots), x.as_flattened(), y.as_flattened_mut())?;
         let logit =
             |y: &[f32; FEATURES], token: usize| -> f32 { y.iter().zip(&self.head[token]).map(|(y, h)| y * h).sum() };
         let best = |y: &[f32; FEATURES]| (0..VOCAB).max_by(|&a, &b| logit(y, a).total_cmp(&logit(y, b)));
@@ -101,8 +192,8 @@ impl Engine {
     }
 
     /// Decodes all sequences to the end. Returns how often the tenants' rows of a sequence were in a step.
-    fn decode(&self, sequences: &mut [Sequence]) -> Result<usize> {
-        let (mut workspace, mut verifications) = (Workspace::default(), 0);
+    fn decode(&self, device: &mut dyn Device, sequences: &mut [Sequence]) -> Result<usize> {
+        let mut verifications = 0;
         loop {
             let unfinished = || sequences.iter().enumerate().filter(|(_, sequence)| sequence.tokens.len() < TOKENS);
             let of_sequences: Vec<_> = unfinished().map(|(number, sequence)| (number, sequence.rows())).collect();
@@ -110,7 +201,7 @@ impl Engine {
                 return Ok(verifications);
             }
             let rows: Vec<_> = of_sequences.iter().flat_map(|(_, rows)| rows.iter().copied()).collect();
-            let chosen = self.step(&rows, &mut workspace)?;
+            let chosen = self.step(device, &rows)?;
             let mut first = 0;
             for (number, rows) in &of_sequences {
                 verifications += usize::from(sequences[*number].verifies());
@@ -142,12 +233,24 @@ fn adapter(rank: usize, size: f32, seed: u32) -> Result<Adapter> {
     Ok(Adapter::from_tensors(&config, tensors)?)
 }
 
-fn main() -> Result<()> {
-    let engine = Engine::new()?;
+pub(crate) fn main() -> Result<()> {
+    let mut spec = ModelSpec::new();
+    let proj = spec.linear(Linear::new("", Parallel::Replicated, FEATURES).slice("proj", FEATURES))?;
+    let model = spec.shard(TpRank::SINGLE)?;
+    println!("CPU: {}", run(&model, &mut Cpu::new(&model, proj)?)?);
+    match gpu(&model, proj)? {
+        Some(mut gpu) => println!("GPU: {}", run(&model, &mut *gpu)?),
+        None => println!("There is no GPU, or the feature `cuda` is off."),
+    }
+    Ok(())
+}
+
+/// Decodes with drafts and without, and compares.
+fn run(model: &Model, device: &mut dyn Device) -> Result<String> {
+    let engine = Engine::new();
     let (tenants, draft) = ([adapter(4, 0.3, 2)?, adapter(8, 0.2, 3)?], adapter(2, 0.1, 4)?);
     let load = |slot, parts: &[(&Adapter, f32)]| -> Result<Slot> {
-        let image = SlotImage::combined(parts, engine.weights.model(), DType::F32)?;
-        Ok(engine.weights.load(slot, &image)?)
+        Ok(device.load(slot, &SlotImage::combined(parts, model, DType::F32)?)?)
     };
     let [one, other] = [load(0, &[(&tenants[0], 1.0)])?, load(1, &[(&tenants[1], 1.0)])?];
     // A draft adapter applies on top of the tenant's, as one adapter of the sum of their ranks.
@@ -166,18 +269,17 @@ fn main() -> Result<()> {
         all.into_iter().enumerate().map(sequence).collect()
     };
     let (mut plain, mut speculative) = (sequences(false), sequences(true));
-    let (tokens, verifications) = (engine.decode(&mut plain)?, engine.decode(&mut speculative)?);
+    let (tokens, verifications) = (engine.decode(device, &mut plain)?, engine.decode(device, &mut speculative)?);
     for (plain, speculative) in plain.iter().zip(&speculative) {
         assert_eq!(plain.tokens, speculative.tokens);
     }
     assert!(verifications < tokens, "no proposal was taken");
-    println!(
-        "{tokens} tokens of {} sequences, the same without a draft, in {verifications} verifications",
-        plain.len()
-    );
-    Ok(())
+    let sequences = plain.len();
+    Ok(format!("{tokens} tokens of {sequences} sequences, the same without a draft, in {verifications} verifications"))
 }
 
+// With the feature, tests/gpu has it.
+#[cfg(not(feature = "cuda"))]
 #[test]
 fn runs() -> Result<()> {
     main()

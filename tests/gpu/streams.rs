@@ -17,6 +17,8 @@ use crate::{
 
 #[path = "../../examples/engine_graphs.rs"]
 mod engine_graphs;
+#[path = "../../examples/speculative.rs"]
+mod speculative;
 
 const FEATURES: usize = 64;
 const RANK: usize = 16;
@@ -104,4 +106,12 @@ fn streams_that_a_queue_cannot_order_are_refused() {
 fn an_engine_captures_on_streams_of_its_own() {
     let _limit = Limit::new();
     engine_graphs::main().unwrap();
+}
+
+/// The example.
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_are_verified_in_replays() {
+    let _gpu = Gpu::new();
+    speculative::main().unwrap();
 }

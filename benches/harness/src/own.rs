@@ -29,6 +29,7 @@ pub fn own() -> Result<Vec<Workload>> {
     };
     let mut workloads = mixed_ranks(&[qkv.clone(), gate_up.clone()]);
     workloads.extend(resident(&o));
+    workloads.extend(speculative(&[qkv.clone(), o.clone(), gate_up.clone(), down.clone()]));
     workloads.extend(engine(&[qkv.clone(), o, gate_up, down]));
     workloads.extend(vocabulary(&lm_head, &embedding));
     workloads.extend(idle(&qkv));
@@ -189,6 +190,28 @@ fn engine(layers: &[Workload]) -> Vec<Workload> {
                 ranks,
                 scattered(tokens, 0..8),
             ));
+        }
+    }
+    workloads
+}
+
+/// Speculative decoding: of each sequence a row of the base model, which drafts, and four of its tenant's adapter, which
+/// verify; and as many rows of the tenants alone.
+fn speculative(layers: &[Workload]) -> Vec<Workload> {
+    const ROWS: u16 = 5;
+    let mut workloads = Vec::new();
+    for layer in layers {
+        for sequences in [8, 32_u16] {
+            let of_sequence = |slot: u16, drafts: bool| {
+                (0..ROWS).map(move |row| if drafts && row == 0 { -1 } else { i32::from(slot) })
+            };
+            for (name, class, drafts) in
+                [("drafted", "drafts and verifications", true), ("verified", "verifications alone", false)]
+            {
+                let slots = (0..sequences).flat_map(|slot| of_sequence(slot, drafts)).collect();
+                let id = format!("{name}/t{}/uniform{sequences}", ROWS * sequences);
+                workloads.push(workload(layer, class, &id, vec![16; sequences.into()], slots));
+            }
         }
     }
     workloads
