@@ -24,7 +24,7 @@ use half::bf16;
 pub use crate::experts::launch;
 use crate::{
     device::Gpu,
-    model::{Beside, Captured, FEATURES, MAX_RANK, POSITIONS, Refused, STREAMS, machine::ROWS},
+    model::{Beside, Captured, FEATURES, MAX_RANK, Refused, STREAMS, machine::ROWS},
 };
 
 pub type Elements<T = f32> = Buffer<T>;
@@ -49,11 +49,11 @@ pub struct Stack {
 }
 
 impl Stack {
-    pub fn new(weights: &WeightTable, id: LinearId) -> Option<Self> {
-        let num_rows = LoraLinear::new(weights, id).unwrap().plan().stacked_rows(POSITIONS, MAX_RANK);
+    pub fn new(weights: &WeightTable, id: LinearId, positions: usize) -> Option<Self> {
+        let num_rows = LoraLinear::new(weights, id).unwrap().plan().stacked_rows(positions, MAX_RANK);
         let mut w = Buffer::zeros(weights.queue(), (FEATURES + num_rows) * FEATURES).unwrap();
         let rows = w.split_off(FEATURES * FEATURES);
-        let stack = cuda::Stack::new(weights, (POSITIONS, MAX_RANK), [(id, rows)]).unwrap();
+        let stack = cuda::Stack::new(weights, (positions, MAX_RANK), [(id, rows)]).unwrap();
         let y = Buffer::zeros(weights.queue(), ROWS * (FEATURES + num_rows)).unwrap();
         Some(Self { stack, w, num_rows, y })
     }

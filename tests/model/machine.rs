@@ -151,7 +151,7 @@ impl Machine {
         });
         let (lanes, staging) = (lanes.collect(), plain.staging().unwrap());
         let elsewhere = Elsewhere::new(&backend, &model);
-        let stack = Stack::new(&plain, id);
+        let stack = Stack::new(&plain, id, Of::Table(Table::Plain).positions());
         let stacks = new_stacks(&pool, &streams, id);
         Self { id, plain, pool, streams, stack, stacks, lanes, staging, elsewhere, backend, model }
     }
@@ -225,7 +225,9 @@ fn new_pool(backend: &Backend, model: &Model, is_of_group: bool) -> (Pool, Vec<S
 }
 
 fn new_stacks(pool: &Pool, streams: &[StreamId], id: LinearId) -> Vec<Option<Stack>> {
-    streams.iter().map(|&stream| Stack::new(of!(pool, pool => pool.weights(stream).unwrap()), id)).collect()
+    let weights = |stream| of!(pool, pool => pool.weights(stream).unwrap());
+    let stacks = streams.iter().enumerate();
+    stacks.map(|(number, &stream)| Stack::new(weights(stream), id, Of::Pool(number).positions())).collect()
 }
 
 /// The step loop of an engine, for one layer.

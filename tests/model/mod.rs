@@ -43,8 +43,6 @@ pub const MAX_RANK: usize = 8;
 /// Size of an adapter: A and B are padded to 8 ranks.
 pub const BYTES: usize = 2 * 8 * FEATURES * size_of::<bf16>();
 pub const DTYPE: DType = DType::BF16;
-/// Adapters for which a stack has room.
-pub const POSITIONS: usize = SLOTS - 1;
 
 pub fn capacity() -> Capacity {
     Capacity::tokens(MAX_TOKENS).slots(SLOTS).rank(MAX_RANK)
@@ -93,6 +91,16 @@ pub enum Table {
 pub enum Of {
     Table(Table),
     Pool(usize),
+}
+
+impl Of {
+    /// Adapters for which its stack has room.
+    pub fn positions(self) -> usize {
+        match self {
+            Of::Table(Table::Plain) => 1,
+            Of::Table(Table::Pool) | Of::Pool(_) => 2,
+        }
+    }
 }
 
 /// Why a step or a replay is refused.
@@ -718,7 +726,7 @@ impl<D: Device> Expected<D> {
                 expect!(is_own && routing == captured.routing, "a graph is replayed in a step of others: {added:?}");
                 expect!(slots.len() <= captured.tokens, "{} tokens are replayed by {captured:?}", slots.len());
                 expect!(captured.has_adapters || !has_adapters, "adapters are replayed by {captured:?}");
-                expect!(!captured.is_stacked || fits(&slots), "the stack has no room for {slots:?}");
+                expect!(!captured.is_stacked || fits(of, &slots), "the stack has no room for {slots:?}");
                 expect!(added == values, "{added:?} instead of {values:?}");
             }
             Err(Refused::Operand(OperandError::Capacity { .. })) => {
@@ -726,7 +734,7 @@ impl<D: Device> Expected<D> {
             }
             Err(Refused::WithoutAdapters) => expect!(!captured.has_adapters && has_adapters, "{slots:?}, {captured:?}"),
             Err(Refused::Operand(OperandError::NotPlaced)) => {
-                expect!(captured.is_stacked && (!is_own || !fits(&slots)), "{slots:?} are placed");
+                expect!(captured.is_stacked && (!is_own || !fits(of, &slots)), "{slots:?} are placed");
             }
             Err(Refused::OtherGraph) => {
                 expect!(!is_own || routing != captured.routing, "the step is that of the graph");
@@ -851,7 +859,7 @@ impl<D: Device> Expected<D> {
                 };
                 expect!(named.is_some_and(|named| strays.contains(named)), "{strays:?}: {error:?}");
             }
-            Rows::Are(_) if is_stacked && !fits(&slots) => {
+            Rows::Are(_) if is_stacked && !fits(of, &slots) => {
                 expect!(matches!(result, Err(Refused::Operand(OperandError::NotPlaced))), "{result:?}");
             }
             Rows::Are(values) => expect!(result.as_ref() == Ok(&values), "{result:?} instead of {values:?}"),
@@ -954,9 +962,9 @@ enum Rows {
     Are(Vec<f32>),
 }
 
-/// Whether a stack has room for the adapters.
-fn fits(slots: &[Slot]) -> bool {
-    slots.iter().filter(|slot| **slot != Slot::BASE).collect::<BTreeSet<_>>().len() <= POSITIONS
+/// Whether the stack has room for the adapters.
+fn fits(of: Of, slots: &[Slot]) -> bool {
+    slots.iter().filter(|slot| **slot != Slot::BASE).collect::<BTreeSet<_>>().len() <= of.positions()
 }
 
 /// An index into a list of this length.

@@ -35,7 +35,7 @@ pub enum Graph {}
 pub enum Stack {}
 
 impl Stack {
-    pub fn new(_: &WeightTable, _: LinearId) -> Option<Self> {
+    pub fn new(_: &WeightTable, _: LinearId, _: usize) -> Option<Self> {
         None
     }
 
