@@ -254,8 +254,10 @@ pub enum Call {
     DropPending(usize),
     LoadBeside(usize, Vec<Row>),
     Unload(Table, usize),
+    /// Of one adapter, or of two that apply together.
     Register {
         panics: bool,
+        is_combined: bool,
     },
     Unregister(usize),
     Acquire(usize, usize),
@@ -341,7 +343,8 @@ pub fn calls(most: usize, has_graphs: bool) -> impl Strategy<Value = Vec<Call>> 
         1 => (0..PENDING).prop_map(Call::DropPending),
         1 => (slot(), rows()).prop_map(|(slot, rows)| Call::LoadBeside(slot, rows)),
         2 => (table(), slot()).prop_map(|(table, slot)| Call::Unload(table, slot)),
-        3 => prop::bool::weighted(0.1).prop_map(|panics| Call::Register { panics }),
+        3 => (prop::bool::weighted(0.1), prop::bool::weighted(0.3))
+            .prop_map(|(panics, is_combined)| Call::Register { panics, is_combined }),
         1 => (0..20_usize).prop_map(Call::Unregister),
         6 => (0..20_usize, 0..STREAMS).prop_map(|(id, stream)| Call::Acquire(id, stream)),
         4 => (0..20_usize, any::<bool>()).prop_map(|(lease, elsewhere)| Call::DropLease(lease, elsewhere)),
@@ -496,11 +499,19 @@ impl<D: Device> Expected<D> {
                 }
                 Ok(())
             }
-            Call::Register { panics } => {
+            Call::Register { panics, is_combined } => {
                 if self.adapters.iter().filter(|adapter| !adapter.is_gone).count() < ADAPTERS {
                     let value = self.number();
-                    let adapter = Arc::new(adapter(8, value, panics));
-                    let source = Source::memory(adapter, self.device.model(), DTYPE).unwrap();
+                    let source = |rank, value, panics| {
+                        let adapter = Arc::new(adapter(rank, value, panics));
+                        Source::memory(adapter, self.device.model(), DTYPE).unwrap()
+                    };
+                    let source = if is_combined {
+                        let parts = [source(4, value - 1.0, false), source(4, 1.0, panics)];
+                        Source::combined(parts.map(|part| (part, 1.0))).unwrap()
+                    } else {
+                        source(8, value, panics)
+                    };
                     let registered = self.device.register(source);
                     let Some(id) = self.unless_over(registered)? else { return Ok(()) };
                     let (streams, waits_for) = (BTreeSet::new(), BTreeSet::new());
