@@ -28,7 +28,8 @@ use candle_core::{
 
 /// A pool of adapters on a candle device, and the operations of the layers that they adapt. Clones are the same pool.
 ///
-/// Any thread may use it. No call but [`wait_for`](Self::wait_for) waits for a file, and on a GPU none for the device.
+/// Any thread may use it. No call but [`wait_for`](Self::wait_for) waits for a file. On the CPU, calls wait for the
+/// operation that is running.
 #[derive(Clone)]
 pub struct Adapters(Arc<Inner>);
 
