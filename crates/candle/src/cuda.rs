@@ -1,7 +1,7 @@
 //! Adapters in device memory, on candle's slices and on candle's stream.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -45,8 +45,8 @@ pub(super) struct Cuda {
 pub(super) struct State {
     pub(super) pool: AdapterPool,
     workspace: Workspace,
-    /// Of models with experts.
-    grouping: Option<Grouping>,
+    /// By the number of experts of a layer.
+    groupings: BTreeMap<usize, Grouping>,
 }
 
 impl Cuda {
@@ -65,14 +65,15 @@ impl Cuda {
         let linear = (|id| LoraLinear::new(weights, id), LoraLinear::with_slice);
         let (embedding, experts) = (|id| LoraEmbedding::new(weights, id), |id| LoraExperts::new(weights, id));
         let layers = Layers::new(model, linear, embedding, experts).map_err(Error::wrap)?;
-        let most = |most: RouteCapacity, layer: &LoraExperts| {
-            let routes = layer.plan().routes();
-            routes.top_k(routes.top_k.max(most.top_k)).experts(routes.num_experts.max(most.num_experts))
-        };
-        let routes = layers.experts.values().fold(RouteCapacity::tokens(capacity.max_tokens), most);
-        let grouping = (routes.top_k > 0).then(|| Grouping::new(&queue, routes)).transpose().map_err(Error::wrap)?;
+        let mut routes = BTreeMap::new();
+        for of_layer in layers.experts.values().map(|layer| layer.plan().routes()) {
+            let routes: &mut RouteCapacity = routes.entry(of_layer.num_experts).or_insert(of_layer);
+            routes.top_k = routes.top_k.max(of_layer.top_k);
+        }
+        let grouping = |(num_experts, routes)| Ok((num_experts, Grouping::new(&queue, routes).map_err(Error::wrap)?));
+        let groupings = routes.into_iter().map(grouping).collect::<Result<_>>()?;
         let workspace = Workspace::new(weights).map_err(Error::wrap)?;
-        let state = Mutex::new(State { pool, workspace, grouping });
+        let state = Mutex::new(State { pool, workspace, groupings });
         Ok(Self { queue, capacity, state, layers, routings: Mutex::default() })
     }
 
@@ -116,7 +117,7 @@ impl Cuda {
             let x = x.as_cuda_slice::<T>()?.slice(at.start..);
             Matrix::strided(x, at.rows, at.cols, at.row_stride).map_err(Error::wrap)
         };
-        let (batch, State { pool, workspace, grouping }) = (routing.batch(), &mut *self.lock());
+        let (batch, State { pool, workspace, groupings }) = (routing.batch(), &mut *self.lock());
         let mut step = pool.step(StreamId::FIRST, &batch, workspace).map_err(Error::wrap)?;
         let added = match delta.operation {
             Operation::Linear(id, slice) => self.layers.linear(id, slice)?.add_delta(&mut step, x_rows()?, y),
@@ -130,7 +131,7 @@ impl Cuda {
                 let weights = routes.weights.as_ref().map(|weights| weights.storage_and_layout());
                 let weights = weights.as_ref().map(|(storage, layout)| of::<f32>(storage, layout)).transpose()?;
                 let experts = View::of_ids(of(&experts.0, experts.1)?);
-                let grouping = found(grouping.as_mut(), id)?;
+                let grouping = found(groupings.get_mut(&layer.plan().routes().num_experts), id)?;
                 let add = || {
                     let top_k = TopK::new(experts, routes.top_k)?;
                     let top_k = if let Some(weights) = weights { top_k.with_weights(weights)? } else { top_k };

@@ -92,6 +92,8 @@ fn adapters(dtype: DType) -> (Adapters, EmbeddingId, ExpertsId, [Slot; 5], [Leas
     let mut spec = ModelSpec::new();
     let embedding = spec.embedding("embed", VOCAB, HIDDEN).unwrap();
     let experts = spec.experts(Experts::new("mlp.experts", EXPERTS, HIDDEN, INTER).top_k(TOP_K)).unwrap();
+    // A layer with more experts, and fewer of a token.
+    spec.experts(Experts::new("other.experts", EXPERTS + 1, HIDDEN, INTER).top_k(1)).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let adapters = pool(&model, dtype, Capacity::tokens(5).slots(2).rank(8));
     let leases = modules().each_ref().map(|modules| lease(&adapters, &model, dtype, adapter(modules)));
