@@ -27,6 +27,12 @@ pub enum AdapterError {
         /// The system's error.
         error: io::Error,
     },
+    /// The memory of a device cannot be read.
+    #[error("cannot read a tensor in device memory: {error}")]
+    ReadBack {
+        /// The driver's error.
+        error: io::Error,
+    },
     /// A file is not the one that was checked before: it was replaced, or modified.
     #[error("{path} has changed since it was checked", path = Escaped(path.display()))]
     Changed {

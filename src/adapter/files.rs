@@ -253,7 +253,7 @@ impl<'a> Files<'a> {
                 self.opened.iter_mut().last().into_iter().for_each(|opened| opened.file = Some(Arc::clone(&file)));
                 let tensor = |stored, shape, bytes: Range<usize>| {
                     let range = header.len() + bytes.start..header.len() + bytes.end;
-                    Tensor::in_file(stored, shape, Arc::clone(&file), range)
+                    Tensor::remote(stored, shape, Arc::clone(&file) as _, range)
                 };
                 Ok(stored(path, &metadata, tensor))
             }

@@ -101,6 +101,8 @@ mod rectangle;
 mod tensor;
 
 pub use self::escaped::Escaped;
+#[cfg(feature = "cuda")]
+pub(crate) use self::tensor::Remote;
 pub(crate) use self::{
     directory::{Directory, Parsed},
     planned::Planned,

@@ -106,9 +106,9 @@ impl<'a> Rectangle<'a> {
         const MIN_TASK_BYTES: usize = 1 << 16;
         let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
         let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
-        // Some features of A are a piece of each row. A file is read in few pieces.
+        // Some features of A are a piece of each row. A file, or the memory of a device, is read in few pieces.
         let is_read_at_once = |view: &View<'_>| match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => view.tensor.is_in_file(),
+            Kind::LinearA | Kind::EmbeddingA => view.tensor.is_remote(),
             Kind::B => view.is_read_at_once(),
         };
         if self.views.iter().any(is_read_at_once) {

@@ -12,11 +12,23 @@ use crate::{DType, Element};
 /// The owner of a tensor's bytes: a vector, a shared slice, a memory map, a static slice or any other handle.
 pub(super) type Storage = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A file that tensors are read from when they are needed.
+/// Bytes that are read when they are needed.
+pub(crate) trait Remote: Send + Sync {
+    /// Fills `bytes` with those from `start` on.
+    fn read(&self, bytes: &mut [u8], start: usize) -> Result<(), AdapterError>;
+}
+
 #[derive(Debug)]
 pub(super) struct WeightFile {
     pub(super) path: PathBuf,
     pub(super) file: File,
+}
+
+impl Remote for WeightFile {
+    fn read(&self, bytes: &mut [u8], start: usize) -> Result<(), AdapterError> {
+        let read = self.file.read_exact_at(bytes, start as u64);
+        read.map_err(|error| AdapterError::Read { path: self.path.clone(), error })
+    }
 }
 
 /// A tensor of an adapter. Clones share its bytes.
@@ -32,8 +44,8 @@ pub struct Tensor {
 #[derive(Clone)]
 enum Place {
     Memory(Storage),
-    /// In a file, whose elements are converted when they are read.
-    File(Arc<WeightFile>, FileType),
+    /// Elsewhere, such as in a file, whose elements are converted when they are read.
+    Remote(Arc<dyn Remote>, FileType),
 }
 
 /// The element type of a tensor in a file.
@@ -159,44 +171,53 @@ impl Tensor {
         Self::new(stored.dtype(), shape, bytes)
     }
 
-    /// A tensor that is read from a range of a file. [`bytes`](Self::bytes) is empty.
-    pub(super) fn in_file(
+    /// A tensor that is read from a range of a file or of other memory. [`bytes`](Self::bytes) is empty.
+    pub(super) fn remote(
         stored: FileType,
         shape: Vec<usize>,
-        file: Arc<WeightFile>,
+        from: Arc<dyn Remote>,
         bytes: Range<usize>,
     ) -> Result<Self, AdapterError> {
         let dtype = stored.dtype();
         let want = shape.iter().try_fold(stored.bytes(), |bytes, &dim| bytes.checked_mul(dim));
         if want == Some(bytes.len()) {
-            Ok(Self { dtype, shape, place: Place::File(file, stored), bytes })
+            Ok(Self { dtype, shape, place: Place::Remote(from, stored), bytes })
         } else {
             Err(AdapterError::Bytes { dtype, shape, got: bytes.len() })
         }
     }
 
-    pub(super) fn is_in_file(&self) -> bool {
+    /// A tensor in the memory of a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(
+        dtype: DType,
+        shape: Vec<usize>,
+        from: Arc<dyn Remote>,
+        len: usize,
+    ) -> Result<Self, AdapterError> {
+        Self::remote(FileType::Kept(dtype), shape, from, 0..len)
+    }
+
+    pub(super) fn is_remote(&self) -> bool {
         !matches!(self.place, Place::Memory(_))
     }
 
-    /// A range of the tensor's bytes, which are read into `buffer` if they are in a file.
+    /// A range of the tensor's bytes, which are read into `buffer` if they are elsewhere.
     pub(super) fn read<'a>(&'a self, range: Range<usize>, buffer: &'a mut Vec<u8>) -> Result<&'a [u8], AdapterError> {
-        let (file, stored) = match &self.place {
+        let (remote, stored) = match &self.place {
             Place::Memory(storage) => {
                 // Its owner may have fewer bytes now.
                 let bytes = (**storage).as_ref().get(self.bytes.clone());
                 let gone = || AdapterError::Bytes { dtype: self.dtype, shape: self.shape.clone(), got: 0 };
                 return bytes.map(|bytes| &bytes[range]).ok_or_else(gone);
             }
-            Place::File(file, stored) => (file, *stored),
+            Place::Remote(remote, stored) => (remote, *stored),
         };
-        let WeightFile { path, file } = &**file;
         let [first, elements] = [range.start, range.len()].map(|bytes| bytes / self.dtype.bytes());
         let len = elements * stored.bytes();
         // Only what is new is cleared.
         buffer.resize(len.max(range.len()).max(buffer.len()), 0);
-        let read = file.read_exact_at(&mut buffer[..len], (self.bytes.start + first * stored.bytes()) as u64);
-        read.map_err(|error| AdapterError::Read { path: path.clone(), error })?;
+        remote.read(&mut buffer[..len], self.bytes.start + first * stored.bytes())?;
         stored.convert(buffer, elements);
         Ok(&buffer[..range.len()])
     }
@@ -223,7 +244,7 @@ impl Tensor {
     pub fn bytes(&self) -> &[u8] {
         match &self.place {
             Place::Memory(storage) => &(**storage).as_ref()[self.bytes.clone()],
-            Place::File(..) => &[],
+            Place::Remote(..) => &[],
         }
     }
 
@@ -382,7 +403,7 @@ impl<'a> View<'a> {
         let size = tensor.dtype.bytes();
         let (stride, len) = (self.row_stride * size, cols * size);
         let span = |rows: Range<usize>| self.at(rows.start, 0) * size..(self.at(rows.end - 1, cols - 1) + 1) * size;
-        let is_apart = tensor.is_in_file() && stride > len + GAP_BYTES;
+        let is_apart = tensor.is_remote() && stride > len + GAP_BYTES;
         if self.col_stride == 1 && !is_apart {
             let bytes = tensor.read(span(0..rows), buffer)?;
             return Ok(Rows { bytes, stride, len, rows });
@@ -446,7 +467,7 @@ impl<'a> View<'a> {
 
     /// Whether a file is read once for all rows, and not for some at a time.
     pub(super) fn is_read_at_once(&self) -> bool {
-        self.tensor.is_in_file() && self.col_stride > 1
+        self.tensor.is_remote() && self.col_stride > 1
     }
 
     /// Whether both are the same elements of one tensor.

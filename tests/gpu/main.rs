@@ -41,6 +41,7 @@ mod misuse;
 mod model;
 mod operations;
 mod pool;
+mod readback;
 mod routing;
 mod setup;
 mod stacked;

@@ -2,6 +2,7 @@
 
 mod arena;
 mod factors;
+mod readback;
 mod staging;
 mod table;
 mod upload;
@@ -12,6 +13,7 @@ pub(in crate::cuda) use self::{
 };
 pub use self::{
     factors::Factors,
+    readback::Readback,
     staging::Staging,
     table::WeightTable,
     upload::{Filled, Reservation},
