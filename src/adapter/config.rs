@@ -15,6 +15,7 @@ use serde_json::{Map, Value};
 
 use super::{
     error::{AdapterError, TensorName},
+    invocation::Invocation,
     module::{Module, ModuleKind},
     names,
     pattern::{Anchor, Failure, MAX_REGEX_BYTES, MAX_REGEXES, MAX_WORK, Pattern, Work, plain},
@@ -40,6 +41,8 @@ pub(super) struct Config {
     target_parameters: Option<HashSet<String>>,
     /// Whether PEFT gives the head and the embedding of a model that ties them the same factors.
     ties: bool,
+    /// Taken by engines that heed it.
+    pub(super) invocation: Option<Invocation>,
     /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if
     /// `peft_version` says so.
     pub(super) swaps_features: Option<bool>,
@@ -120,6 +123,7 @@ const EXCLUDE_MODULES: &str = "exclude_modules";
 const LAYERS_TO_TRANSFORM: &str = "layers_to_transform";
 const LAYERS_PATTERN: &str = "layers_pattern";
 const TIES: &str = "ensure_weight_tying";
+const INVOCATION: &str = "alora_invocation_tokens";
 /// The work of looking for a path among keys of one form.
 const LOOKUP: usize = 256;
 /// A field of MLX-LM's `adapter_config.json`.
@@ -160,6 +164,7 @@ impl Config {
                 .map(|value| list(TARGET_PARAMETERS, value).map(HashSet::from_iter))
                 .transpose()?,
             ties: field(TIES) == Some(&Value::Bool(true)),
+            invocation: field(INVOCATION).map_or(Ok(None), invocation)?,
             swaps_features: version.and_then(swaps_features),
         };
         if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
@@ -170,6 +175,22 @@ impl Config {
             }
         }
         Ok(config)
+    }
+
+    /// Rejects factors that PEFT does not load, or cannot compute, in an adapter with an invocation: those of an
+    /// embedding and of parameters, and of layers whose inputs have no sequences.
+    pub(super) fn check_invoked<'a>(
+        &self,
+        mut factors: impl Iterator<Item = (&'a str, ModuleKind, &'a TensorName)>,
+    ) -> Result<(), AdapterError> {
+        if self.invocation.is_none() {
+            return Ok(());
+        }
+        let is_parameter = |path: &str| names::is_parameter(path) || self.weight_among_parameters(path).is_some();
+        let is_other =
+            |path: &str, kind| kind == ModuleKind::Embedding || is_parameter(path) || names::is_of_mixture(path);
+        let other = factors.find(|(path, kind, _)| is_other(path, *kind));
+        other.map_or(Ok(()), |(.., tensor)| Err(AdapterError::NotInvocable { tensor: tensor.clone() }))
     }
 
     /// Rejects factors of the head or of the embedding alone if PEFT ties them, and factors of a tied head that are not
@@ -583,6 +604,7 @@ fn is_read(field: &str) -> bool {
             | "lora_alpha"
             | "r"
             | "use_rslora"
+            | INVOCATION
             | ALPHA_PATTERN
             | RANK_PATTERN
             | TARGET_MODULES
@@ -673,7 +695,6 @@ fn unsupported(field: &str, value: &Value) -> AdapterError {
         "init_lora_weights" => "PEFT does not know this initialisation",
         TIES => "it ties the head and the embedding, of which only one has factors",
         MLX => "the folder has an adapter of MLX-LM, whose factors are others than PEFT's",
-        "alora_invocation_tokens" => "an adapter applies to every token of a request",
         "use_qalora" => "QALoRA pools the inputs of a layer",
         "use_bdlora" => "the factors are block-diagonal",
         "layer_replication" => "the model's layers cannot be replicated",
@@ -701,6 +722,15 @@ fn flag(field: &str, value: &Value) -> Result<bool, AdapterError> {
         Value::Bool(on) => Ok(*on),
         _ => Err(invalid(field, value, "true or false")),
     }
+}
+
+/// `alora_invocation_tokens`, if it has any.
+fn invocation(value: &Value) -> Result<Option<Invocation>, AdapterError> {
+    if is_neutral(value) {
+        return Ok(None);
+    }
+    let tokens = Vec::<u32>::deserialize(value).map_err(|_| invalid(INVOCATION, value, "a list of token ids"))?;
+    Ok(Invocation::new(tokens))
 }
 
 fn list(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {

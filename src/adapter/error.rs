@@ -331,6 +331,14 @@ pub enum AdapterError {
         /// The factor A of the embedding.
         other: TensorName,
     },
+    /// PEFT does not compute factors of this module from an invocation on.
+    #[error(
+        "{tensor} is of an embedding or a mixture of experts, which PEFT does not adapt with `alora_invocation_tokens`"
+    )]
+    NotInvocable {
+        /// The factor A.
+        tensor: TensorName,
+    },
     /// The scaling of a module is not a normal `f32`.
     #[error(
         "adapter_config.json: alpha {alpha} of `{module}` at rank {rank} gives a scaling that is not a normal f32",
@@ -401,6 +409,16 @@ pub enum AdapterError {
         /// The weight.
         tensor: TensorName,
     },
+    /// The adapter does not apply to whole sequences.
+    #[error(
+        "`alora_invocation_tokens` is {tokens}: the adapter applies from these tokens of a prompt on, which this \
+         engine does not look for (`take_invocation`)",
+        tokens = Escaped(format_args!("{tokens:?}"))
+    )]
+    Invocation {
+        /// The tokens from which on it applies.
+        tokens: Vec<u32>,
+    },
     /// The shape of a factor does not match the model.
     #[error("{tensor} is [{rows}, {cols}], but the model needs [{want_rows}, {want_cols}]",
         rows = got[0], cols = got[1], want_rows = want[0], want_cols = want[1])]
@@ -458,6 +476,9 @@ pub enum AdapterError {
         /// Its adapters.
         parts: usize,
     },
+    /// The parts of a combination apply from different tokens on, or some to whole sequences.
+    #[error("adapters cannot be combined whose `alora_invocation_tokens` differ, or of which only some have them")]
+    Invocations,
     /// A scale is NaN or infinite.
     #[error("adapter {part} of a combination has the scale {scale}, but must have a finite one")]
     PartScale {
@@ -490,7 +511,8 @@ pub enum AdapterError {
         /// The ranks of the adapters up to that one.
         rank: usize,
     },
-    /// A weight, in a combination times what its adapter is multiplied by, is NaN or infinite, or rounds to an infinity.
+    /// A weight, in a combination times what its adapter is multiplied by, is NaN or infinite, or rounds to an
+    /// infinity.
     #[error("{tensor} is {value} at {index:?}, which has no finite value in {dtype}")]
     Unrepresentable {
         /// The factor.

@@ -34,6 +34,7 @@
 //! | patterns in these fields | Python's `re` syntax. Constructs that Python lacks, or that the regex engine used here interprets differently, are rejected: POSIX classes, set operators, `\<`, `\N{…}`, inline flags, possessive quantifiers. A configuration may have up to 64 regular expressions, of 32 KiB together, and any number of plain paths. Their nesting, their compiled size and the total matching work are bounded. |
 //! | `init_lora_weights` | Rejected if PEFT changes the base weights when it loads such an adapter: PiSSA, CorDA, OLoRA and LoftQ, unless PEFT converted the adapter when it saved it. |
 //! | `ensure_weight_tying` | The embedding and the head must both have factors, or neither. Those of the head must be those of the embedding, with A and B exchanged, unless `target_modules` lists the head: PEFT removes a head that is tied. |
+//! | `alora_invocation_tokens` | The adapter applies from the last occurrence of these tokens in a prompt on ([`Invocation`]). It is rejected until the engine has taken them ([`Adapter::take_invocation`], [`Source::take_invocation`](crate::pool::Source::take_invocation)). Factors of embeddings and of mixtures of experts, which PEFT does not compute then, are rejected. |
 //! | `bias` | Ignored. An adapter with a bias has a tensor of it, which is rejected. |
 //! | fields of trainers | What describes the training alone is ignored: `swift_type`, `lora_dtype`, `lorap_*` of ms-swift, `loraplus_*`, `merge_weights`, versions of programs. |
 //! | `modules_to_save`, `lora_bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
@@ -88,6 +89,7 @@ mod experts;
 mod files;
 mod fingerprint;
 mod image;
+mod invocation;
 mod joined;
 pub mod layout;
 mod module;
@@ -112,6 +114,7 @@ pub use self::{
     experts::Orientation,
     files::Opener,
     image::{ImageEntry, MIN_STAGING_BYTES, Piece, SharedEntry, SlotImage},
+    invocation::Invocation,
     module::{BaseWeight, Module, ModuleKind, Stack},
     open::Adapter,
     place::MAX_PARTS,

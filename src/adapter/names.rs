@@ -249,6 +249,11 @@ pub(super) fn is_parameter(path: &str) -> bool {
     matches!(unwrapped_parameter(&components), [.., EXPERTS])
 }
 
+/// Whether a path leads to a part of a mixture of experts: to a router, or into experts, also shared ones.
+pub(super) fn is_of_mixture(path: &str) -> bool {
+    path.split('.').any(|component| [EXPERTS, ROUTER].contains(&component) || component.starts_with("shared_expert"))
+}
+
 /// Whether a path leads into experts.
 pub(super) fn is_of_experts(path: &str) -> bool {
     path.split('.').any(|component| component == EXPERTS)

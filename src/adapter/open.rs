@@ -11,6 +11,7 @@ use super::{
     error::{AdapterError, TensorName},
     experts::Orientation,
     files::{self, Access, Files, Opened, Opener},
+    invocation::Invocation,
     module::{BaseWeight, Module, ModuleKind, Stack},
     names::{self, Named, Side},
     pattern::Work,
@@ -171,6 +172,19 @@ impl Adapter {
         Ok(())
     }
 
+    /// The tokens from which on the adapter applies, if it does not apply to whole sequences, for an engine that heeds
+    /// them. An adapter whose invocation was not taken cannot be [planned](Self::plan). A
+    /// [`Source`](crate::pool::Source) takes what is left of it.
+    #[doc(alias = "aLoRA")]
+    pub fn take_invocation(&mut self) -> Option<Invocation> {
+        self.config.invocation.take()
+    }
+
+    /// What has not been taken.
+    pub(crate) fn invocation(&self) -> Option<&Invocation> {
+        self.config.invocation.as_ref()
+    }
+
     /// The adapted modules, sorted by path.
     pub fn modules(&self) -> &[Module] {
         &self.modules
@@ -216,6 +230,9 @@ impl Adapter {
                 Finished::Empty(stack) => empty.push(stack),
             }
         }
+        let of_modules = modules.iter().map(|module| (module.path(), module.kind, &module.a.name));
+        let of_stacks = stacks.iter().chain(&empty).map(|stack| (&*stack.path, ModuleKind::Linear, &stack.a.0));
+        config.check_invoked(of_modules.chain(of_stacks))?;
         config.check_tied(&modules, &work)?;
         if modules.is_empty() && stacks.is_empty() {
             return Err(AdapterError::Empty);

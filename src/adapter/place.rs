@@ -30,7 +30,8 @@ impl Adapter {
     ///
     /// # Errors
     /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong
-    /// shape, stacked experts are ambiguous, or [base weights](Self::base_weights) have not been compared.
+    /// shape, stacked experts are ambiguous, [base weights](Self::base_weights) have not been compared, or the
+    /// [invocation](Self::take_invocation) has not been taken.
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         SlotImage::combined(&[(self, 1.0)], model, dtype)
     }
@@ -40,10 +41,10 @@ impl<'a> SlotImage<'a> {
     /// Plans the image of a *combination*: of up to [`MAX_PARTS`] adapters that apply together, each multiplied by a
     /// scale of its own, as PEFT's `add_weighted_adapter` makes it with `combination_type="cat"`.
     ///
-    /// The factors of each module are joined along the rank, in the order of the parts, so that every operation computes
-    /// the sum of the parts as it computes one adapter whose rank is the sum of theirs, and at its cost. Parts may have
-    /// different modules, ranks, element types and forms of experts. What experts share stays shared if all parts share
-    /// it. An adapter may be there twice.
+    /// The factors of each module are joined along the rank, in the order of the parts, so that every operation
+    /// computes the sum of the parts as it computes one adapter whose rank is the sum of theirs, and at its cost. Parts
+    /// may have different modules, ranks, element types and forms of experts. What experts share stays shared if all
+    /// parts share it. An adapter may be there twice.
     ///
     /// If the parts of a module have the same scale times scaling, it is the scaling of the image, and the factors are
     /// kept. If not, the rows of A are multiplied by what is left of it beyond a common power of two, and rounded once,
@@ -61,12 +62,20 @@ impl<'a> SlotImage<'a> {
     /// # Errors
     /// - Those of [`Adapter::plan`], for each part.
     /// - [`AdapterError::Parts`] without a part, or for too many.
-    /// - [`AdapterError::PartScale`] if a scale is not finite, and [`AdapterError::CombinedScaling`] if its product with
-    ///   a scaling is not a normal `f32`.
+    /// - [`AdapterError::PartScale`] if a scale is not finite, and [`AdapterError::CombinedScaling`] if its product
+    ///   with a scaling is not a normal `f32`.
     /// - [`AdapterError::CombinedRank`] if the ranks of a module are together above
     ///   [`MAX_RANK`](crate::model::MAX_RANK).
     #[doc(alias = "add_weighted_adapter")]
     pub fn combined(parts: &[(&'a Adapter, f32)], model: &Model, dtype: DType) -> Result<Self, AdapterError> {
+        match parts.iter().find_map(|(adapter, _)| adapter.invocation()) {
+            Some(invocation) => Err(AdapterError::Invocation { tokens: invocation.tokens().to_vec() }),
+            None => Self::of_parts(parts, model, dtype),
+        }
+    }
+
+    /// The same, whether or not the parts apply to whole sequences.
+    pub(super) fn of_parts(parts: &[(&'a Adapter, f32)], model: &Model, dtype: DType) -> Result<Self, AdapterError> {
         if !(1..=MAX_PARTS).contains(&parts.len()) {
             return Err(AdapterError::Parts { parts: parts.len() });
         }

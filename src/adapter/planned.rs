@@ -19,12 +19,12 @@ pub(crate) struct Planned {
 }
 
 impl Planned {
-    /// As [`Adapter::plan`].
+    /// As [`Adapter::plan`], whether or not the adapter's invocation was taken.
     pub(crate) fn new(adapter: Arc<Adapter>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
         Self::combined(vec![(adapter, 1.0)], model, dtype)
     }
 
-    /// As [`SlotImage::combined`].
+    /// As [`SlotImage::combined`], whether or not the parts' invocations were taken.
     pub(crate) fn combined(parts: Vec<(Arc<Adapter>, f32)>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
         let borrow = |(adapter, scale): &(Arc<Adapter>, f32)| {
             // SAFETY: the adapter is in the memory of an `Arc` that is dropped after the image. As long as there is
@@ -34,7 +34,7 @@ impl Planned {
             (borrowed, *scale)
         };
         let borrowed: Vec<_> = parts.iter().map(borrow).collect();
-        Ok(Self { image: SlotImage::combined(&borrowed, model, dtype)?, parts })
+        Ok(Self { image: SlotImage::of_parts(&borrowed, model, dtype)?, parts })
     }
 
     pub(crate) fn image(&self) -> &SlotImage<'_> {

@@ -12,11 +12,17 @@ pub struct AdapterId(NonZeroU64);
 
 /// Part of the key of an engine's prefix cache: KV blocks computed in one namespace are never valid in another one.
 ///
-/// Every [`AdapterId`] has its own namespace, and so has the base model. Namespaces of different processes are
-/// unrelated.
+/// Every [`AdapterId`] has its own namespace, and so has the base model. A sequence whose adapter applies from a
+/// position on ([`Invocation`](crate::adapter::Invocation)) has [another one](Self::invoked_at), whose blocks before
+/// that position are [the base model's](Self::of_block). Namespaces of different processes are unrelated.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[doc(alias = "lora_name")]
-pub struct CacheNamespace(u64);
+pub struct CacheNamespace {
+    /// 0 for the base model.
+    version: u64,
+    /// Position of the first token that the version applies to.
+    start: u64,
+}
 
 impl AdapterId {
     /// An id that no adapter of this process has, for engines whose adapters are in another pool than an `AdapterPool`.
@@ -31,17 +37,47 @@ impl AdapterId {
 
     /// The prefix-cache namespace of this version.
     pub const fn cache_namespace(self) -> CacheNamespace {
-        CacheNamespace(self.0.get())
+        CacheNamespace { version: self.0.get(), start: 0 }
     }
 }
 
 impl CacheNamespace {
     /// The namespace of the base model.
-    pub const BASE: Self = Self(0);
+    pub const BASE: Self = Self { version: 0, start: 0 };
 
-    /// The namespace as a number, to be hashed into a key.
-    pub const fn get(self) -> u64 {
-        self.0
+    /// The namespace of a sequence whose tokens are the base model's before the position `start`, and the version's
+    /// from there on. Where it is counts: behind other tokens of the base model, equal tokens have other keys and
+    /// values.
+    #[must_use]
+    pub const fn invoked_at(self, start: usize) -> Self {
+        Self { start: if self.version == 0 { 0 } else { start as u64 }, ..self }
+    }
+
+    /// The namespace of a block of such a sequence, which ends in front of the position `end`: the base model's if it
+    /// ends before the version applies.
+    ///
+    /// ```
+    /// # use aril::pool::{AdapterId, CacheNamespace};
+    /// let namespace = AdapterId::unique().cache_namespace().invoked_at(40);
+    /// let blocks = [16, 32, 48].map(|end| namespace.of_block(end));
+    /// assert_eq!(blocks, [CacheNamespace::BASE, CacheNamespace::BASE, namespace]);
+    /// ```
+    #[must_use]
+    pub const fn of_block(self, end: usize) -> Self {
+        if end as u64 <= self.start { Self::BASE } else { self }
+    }
+
+    /// The version; `None` for the base model.
+    pub const fn version(self) -> Option<AdapterId> {
+        match NonZeroU64::new(self.version) {
+            Some(version) => Some(AdapterId(version)),
+            None => None,
+        }
+    }
+
+    /// The namespace as numbers, to be hashed into a key.
+    pub const fn get(self) -> [u64; 2] {
+        [self.version, self.start]
     }
 }
 

@@ -8,9 +8,10 @@ use std::{
 
 use crate::{
     DType,
-    adapter::{Adapter, AdapterError, Directory, Opener, Orientation, Parsed, Planned, SlotImage},
-    error::{LoadError, SlotError},
+    adapter::{Adapter, AdapterError, Directory, Invocation, Opener, Orientation, Parsed, Planned, SlotImage},
+    error::LoadError,
     model::{LinearId, LinearSite, Model},
+    pool::PoolError,
     slots::Bounds,
 };
 
@@ -25,6 +26,8 @@ pub struct Source {
     max_rank: usize,
     /// The linear layers that have factors, by their first entry.
     linears: Arc<[usize]>,
+    /// Until an engine takes it.
+    invocation: Option<Invocation>,
     /// What the ranks of a group know the adapter by, once it is known; `None` without a group.
     fingerprint: Option<Arc<OnceLock<u64>>>,
 }
@@ -89,7 +92,8 @@ impl Source {
         dtype: DType,
     ) -> Result<Self, AdapterError> {
         let (directory, parsed) = Directory::open(dir, opener, orientation, model, dtype)?;
-        Ok(Self::new(Kind::Directory(directory), parsed.image()))
+        let invocation = parsed.adapter().invocation().cloned();
+        Ok(Self { invocation, ..Self::new(Kind::Directory(directory), parsed.image()) })
     }
 
     /// An adapter in memory, such as a trainer sends. It stays there.
@@ -97,7 +101,8 @@ impl Source {
     /// # Errors
     /// As for [`Adapter::plan`].
     pub fn memory(adapter: Arc<Adapter>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
-        Self::of_memory(vec![(adapter, 1.0)], model, dtype)
+        let invocation = adapter.invocation().cloned();
+        Ok(Self { invocation, ..Self::of_memory(vec![(adapter, 1.0)], model, dtype)? })
     }
 
     fn of_memory(parts: Vec<(Arc<Adapter>, f32)>, model: &Model, dtype: DType) -> Result<Self, AdapterError> {
@@ -110,15 +115,23 @@ impl Source {
     /// of a combination among them count on their own. The model and the element type are those of the first part.
     ///
     /// # Errors
-    /// As for [`SlotImage::combined`], and for [`directory`](Self::directory) if the files of a part have changed.
+    /// [`AdapterError::Invocations`] if the parts have different [invocations](Self::take_invocation), or some have
+    /// none. Otherwise as for [`SlotImage::combined`], and for [`directory`](Self::directory) if the files of a part
+    /// have changed.
     #[doc(alias = "add_weighted_adapter")]
     pub fn combined(parts: impl IntoIterator<Item = (Self, f32)>) -> Result<Self, AdapterError> {
         let parts: Arc<[_]> = parts.into_iter().collect();
-        let Some((Self { model, dtype, .. }, _)) = parts.first() else { return Err(AdapterError::Parts { parts: 0 }) };
+        let Some((Self { model, dtype, invocation, .. }, _)) = parts.first() else {
+            return Err(AdapterError::Parts { parts: 0 });
+        };
+        if parts.iter().any(|(part, _)| part.invocation != *invocation) {
+            return Err(AdapterError::Invocations);
+        }
+        let invocation = invocation.clone();
         let held = Held::new(&parts)?;
         let planned = Arc::new(held.plan(model, *dtype)?);
         let kind = if held.files.is_empty() { Kind::Memory(Arc::clone(&planned)) } else { Kind::Combined(parts) };
-        Ok(Self::new(kind, planned.image()))
+        Ok(Self { invocation, ..Self::new(kind, planned.image()) })
     }
 
     /// Holds its adapters, each of which is multiplied by `scale` as well.
@@ -139,17 +152,18 @@ impl Source {
 
     /// The same adapter, for another rank of the model.
     pub(crate) fn shard(&self, model: &Model) -> Result<Self, AdapterError> {
-        match &self.kind {
-            Kind::Memory(planned) => Self::of_memory(planned.parts().to_vec(), model, self.dtype),
+        let shard = match &self.kind {
+            Kind::Memory(planned) => Self::of_memory(planned.parts().to_vec(), model, self.dtype)?,
             Kind::Directory(directory) => {
                 let (directory, parsed) = directory.shard(model)?;
-                Ok(Self::new(Kind::Directory(directory), parsed.image()))
+                Self::new(Kind::Directory(directory), parsed.image())
             }
             Kind::Combined(parts) => {
                 let parts = parts.iter().map(|(part, scale)| Ok((part.shard(model)?, *scale)));
-                Self::combined(parts.collect::<Result<Vec<_>, AdapterError>>()?)
+                Self::combined(parts.collect::<Result<Vec<_>, AdapterError>>()?)?
             }
-        }
+        };
+        Ok(Self { invocation: self.invocation.clone(), ..shard })
     }
 
     fn new(kind: Kind, image: &SlotImage<'_>) -> Self {
@@ -158,7 +172,16 @@ impl Source {
         let has_factors =
             |site: &&LinearSite| (site.first_entry()..).take(site.slices().len()).any(|entry| adapted.contains(&entry));
         let linears = model.linears().iter().filter(has_factors).map(LinearSite::first_entry).collect();
-        Self { kind, model, dtype, bytes: image.bytes(), max_rank: image.max_rank(), linears, fingerprint: None }
+        Self {
+            kind,
+            model,
+            dtype,
+            bytes: image.bytes(),
+            max_rank: image.max_rank(),
+            linears,
+            invocation: None,
+            fingerprint: None,
+        }
     }
 
     /// The same, whose reads have fingerprints.
@@ -186,6 +209,13 @@ impl Source {
         self.max_rank
     }
 
+    /// The tokens from which on the adapter applies, if it does not apply to whole sequences, for an engine that heeds
+    /// them. A pool refuses a source whose invocation was not taken. Take that of a combination, and not those of its
+    /// parts.
+    pub fn take_invocation(&mut self) -> Option<Invocation> {
+        self.invocation.take()
+    }
+
     /// Whether the adapter has factors of a linear layer on this rank, such as a router: without any, an engine may
     /// leave out the operation. `false` for a layer of another model.
     pub fn adapts(&self, layer: LinearId) -> bool {
@@ -196,9 +226,13 @@ impl Source {
         &self.model
     }
 
-    /// Rejects a source for another table.
-    pub(super) fn check(&self, bounds: &Bounds) -> Result<(), SlotError> {
-        bounds.check(&self.model, self.dtype, self.max_rank)
+    /// Rejects a source for another table, and one that does not apply to whole sequences.
+    pub(super) fn check(&self, bounds: &Bounds) -> Result<(), PoolError> {
+        if let Some(invocation) = &self.invocation {
+            let tokens = invocation.tokens().to_vec();
+            return Err(LoadError::from(AdapterError::Invocation { tokens }).into());
+        }
+        Ok(bounds.check(&self.model, self.dtype, self.max_rank)?)
     }
 
     /// Calls `pack` with the adapter's image, whose weights are read when it is written.

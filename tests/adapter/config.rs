@@ -729,7 +729,6 @@ fn what_switches_something_on() {
         ("modules_to_save", json!(["lm_head"])),
         ("trainable_token_indices", json!([0, 1])),
         ("trainable_token_indices", json!({"embed_tokens": [0]})),
-        ("alora_invocation_tokens", json!([1, 2])),
         ("use_qalora", json!(true)),
         ("use_bdlora", json!({"nblocks": 2})),
         ("layer_replication", json!([[0, 4], [2, 5]])),

@@ -20,6 +20,7 @@
 //! | experts beyond the model's, placeholders without elements | `experts::modules_that_experts_do_not_have`, `experts::experts_without_a_gate` |
 //! | A and B told apart by their shapes | `plan::shapes_are_the_models`: names decide, shapes only confirm |
 //! | DoRA, biases, modules_to_save dropped | `names::unsupported_tensors`, `config::what_switches_something_on` |
+//! | an adapter with an invocation applied to whole sequences | `invocation::an_invocation_has_to_be_taken` |
 //! | base weights of embeddings in the file refused, dropped, or taken for weights | `names::base_weights_of_embeddings_have_to_be_compared` |
 //! | a file that is truncated later kills the process, one that never ends stops it | `files::an_open_adapter_does_not_follow_its_files`, `files::only_regular_files_are_read` |
 //! | pickles executed | `files::pickles_are_refused` |
@@ -43,6 +44,7 @@ mod common;
 mod config;
 mod experts;
 mod files;
+mod invocation;
 mod names;
 mod peft;
 mod plan;

@@ -5,8 +5,8 @@ use std::error::Error;
 use aril::{
     DType, Slot,
     adapter::{
-        Adapter, AdapterError, ImageEntry, Module, Orientation, Piece, SharedEntry, SlotImage, Stack, Tensor,
-        TensorName,
+        Adapter, AdapterError, ImageEntry, Invocation, Module, Orientation, Piece, SharedEntry, SlotImage, Stack,
+        Tensor, TensorName,
     },
     cpu,
     error::{LoadError, OperandError, SlotError},
@@ -29,7 +29,7 @@ fn error<T: Error + Send + Sync + 'static>() {}
 
 #[test]
 fn types_may_be_shared_between_threads() {
-    shared::<(Adapter, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
+    shared::<(Adapter, Invocation, Module, Stack, Tensor, TensorName, ImageEntry, SharedEntry, Orientation)>();
     shared::<(
         Activation,
         Collective,

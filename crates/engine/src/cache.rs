@@ -6,7 +6,7 @@
 //! so are the states.
 //!
 //! Invariants: a block that a sequence holds is written by that sequence alone, unless it is full and published, when
-//! nobody writes it. A published block is found by its [`CacheNamespace`], all tokens before it and its own tokens,
+//! nobody writes it. A published block is found by its [`CacheNamespace`], all blocks before it and its own tokens,
 //! compared exactly: no hash stands for them.
 
 use std::{
@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use aril::pool::CacheNamespace;
+use aril::pool::{AdapterId, CacheNamespace};
 
 /// The blocks of a cache.
 #[derive(Debug)]
@@ -55,7 +55,6 @@ struct Block {
 #[derive(Clone, Debug)]
 struct Content {
     key: Arc<Key>,
-    namespace: CacheNamespace,
     /// Identifies this content among all that were ever published.
     serial: u64,
 }
@@ -63,29 +62,24 @@ struct Content {
 /// The tokens of a full block, and what is before them.
 #[derive(Debug, Eq, Hash, PartialEq)]
 struct Key {
-    before: Before,
+    namespace: CacheNamespace,
+    /// The serial number of the published block before it; 0 if it begins a sequence.
+    before: u64,
     tokens: Box<[u32]>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-enum Before {
-    /// Nothing: the block begins a sequence of this namespace.
-    Start(CacheNamespace),
-    /// The published block of this serial number.
-    Block(u64),
 }
 
 /// The blocks of one sequence.
 #[derive(Debug)]
 #[must_use = "its blocks are lost unless it is released"]
 pub(crate) struct Chain {
+    /// Of the sequence.
     namespace: CacheNamespace,
     state: u32,
     blocks: Vec<u32>,
     /// Its blocks that have been published, or were found published.
     num_published: usize,
-    /// The last of these.
-    before: Before,
+    /// The serial number of the last of these, or 0.
+    before: u64,
 }
 
 impl Chain {
@@ -138,11 +132,10 @@ impl KvCache {
     /// hold: fewer than all, so that at least one is computed.
     pub(crate) fn start(&mut self, namespace: CacheNamespace, tokens: &[u32]) -> (Chain, usize) {
         let state = self.free_states.pop().expect("no more sequences run than there are states");
-        let before = Before::Start(namespace);
-        let mut chain = Chain { namespace, state, blocks: Vec::new(), num_published: 0, before };
+        let mut chain = Chain { namespace, state, blocks: Vec::new(), num_published: 0, before: 0 };
         let shareable = if self.is_sharing { &tokens[..tokens.len().saturating_sub(1)] } else { &[] };
         for tokens in shareable.chunks_exact(self.block_rows) {
-            let key = Key { before: chain.before, tokens: tokens.into() };
+            let key = self.next_key(&chain, tokens);
             let Some(&block) = self.published.get(&key) else { break };
             self.hold(block);
             chain.before = self.before(block);
@@ -176,14 +169,13 @@ impl KvCache {
             return;
         }
         for tokens in computed.chunks_exact(self.block_rows).skip(chain.num_published) {
-            let key = Arc::new(Key { before: chain.before, tokens: tokens.into() });
+            let key = Arc::new(self.next_key(chain, tokens));
             let block = chain.blocks[chain.num_published];
             // Another sequence may have published the same tokens first. This block then stays the sequence's own.
             let published = *self.published.entry(Arc::clone(&key)).or_insert(block);
             if published == block {
                 self.last_serial += 1;
-                let content = Content { key, namespace: chain.namespace, serial: self.last_serial };
-                self.blocks[block as usize].content = Some(content);
+                self.blocks[block as usize].content = Some(Content { key, serial: self.last_serial });
             }
             chain.before = self.before(published);
             chain.num_published += 1;
@@ -208,11 +200,11 @@ impl KvCache {
         }
     }
 
-    /// Withdraws all published blocks of a namespace.
-    pub(crate) fn forget(&mut self, namespace: CacheNamespace) {
+    /// Withdraws all published blocks of a version.
+    pub(crate) fn forget(&mut self, version: AdapterId) {
         for id in (0..).take(self.blocks.len()) {
             let block = &self.blocks[id as usize];
-            if block.content.as_ref().is_none_or(|content| content.namespace != namespace) {
+            if block.content.as_ref().is_none_or(|content| content.key.namespace.version() != Some(version)) {
                 continue;
             }
             let was_free = self.free.remove(&(block.released, id));
@@ -224,11 +216,17 @@ impl KvCache {
         }
     }
 
-    /// Published blocks of a namespace.
+    /// Published blocks of a version, or of the base model.
     #[cfg(test)]
-    pub(crate) fn num_published(&self, namespace: CacheNamespace) -> usize {
+    pub(crate) fn num_published(&self, version: Option<AdapterId>) -> usize {
         let contents = self.blocks.iter().filter_map(|block| block.content.as_ref());
-        contents.filter(|content| content.namespace == namespace).count()
+        contents.filter(|content| content.key.namespace.version() == version).count()
+    }
+
+    /// The key of a sequence's first block that is not published, with these tokens.
+    fn next_key(&self, chain: &Chain, tokens: &[u32]) -> Key {
+        let end = (chain.num_published + 1) * self.block_rows;
+        Key { namespace: chain.namespace.of_block(end), before: chain.before, tokens: tokens.into() }
     }
 
     fn hold(&mut self, id: u32) {
@@ -247,8 +245,7 @@ impl KvCache {
     }
 
     /// What the block after this published one has before it.
-    fn before(&self, id: u32) -> Before {
-        let content = self.blocks[id as usize].content.as_ref();
-        Before::Block(content.expect("the block is published").serial)
+    fn before(&self, id: u32) -> u64 {
+        self.blocks[id as usize].content.as_ref().expect("the block is published").serial
     }
 }

@@ -25,6 +25,8 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug)]
 pub(crate) struct Chunk {
     pub(crate) slot: Slot,
+    /// Position of the sequence's first token that has the slot. Those before it are the base model's.
+    pub(crate) start: usize,
     /// Whether its adapter, if it has one, has no factors of a router.
     pub(crate) keeps_routers: bool,
     /// Position of the first token.
@@ -149,7 +151,7 @@ impl Plan {
                 step.ids.push(token);
                 step.positions.push(index(position)?);
                 step.sequences.push(sequence);
-                step.slots.push(chunk.slot);
+                step.slots.push(if position < chunk.start { Slot::BASE } else { chunk.slot });
                 step.scales.push(1.0);
             }
             sources.resize(step.ids.len(), -1);

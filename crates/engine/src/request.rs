@@ -11,7 +11,8 @@ use crate::sampling::{Chosen, Logprobs, Sampling};
 /// A prompt to continue.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// The version of the adapter that all of its tokens are computed with; `None` for the base model.
+    /// The version of the adapter that its tokens are computed with: all of them, or those from the adapter's
+    /// invocation in the prompt on; `None` for the base model.
     pub adapter: Option<AdapterId>,
     /// At least one token of the vocabulary.
     pub prompt: Vec<u32>,

@@ -22,6 +22,7 @@ use std::{
 
 use aril::{
     Slot,
+    adapter::Invocation,
     pool::{AdapterId, CacheNamespace, Load, PoolError},
 };
 use aril_requests::admission::{self, Admission, Answer};
@@ -73,6 +74,8 @@ pub(crate) struct Scheduler {
 #[derive(Debug)]
 struct Sequence {
     request: Request,
+    /// Position of the first token that its adapter applies to.
+    start: usize,
     /// The prompt and the chosen tokens.
     tokens: Vec<u32>,
     /// Where the token after these is being chosen.
@@ -108,6 +111,8 @@ struct Held {
 struct Version {
     /// Unregisters it when it is dropped.
     _registered: pool::Version,
+    /// Unless it applies to whole sequences.
+    invocation: Option<Invocation>,
     bytes: usize,
     /// Whether it has no factors of a router.
     keeps_routers: bool,
@@ -179,10 +184,18 @@ impl Scheduler {
         }
     }
 
-    /// Adds a version of an adapter, of `bytes` bytes, which may have no factors of a router.
-    pub(crate) fn add_version(&mut self, version: pool::Version, bytes: usize, keeps_routers: bool) {
+    /// Adds a version of an adapter, of `bytes` bytes, which may apply from an invocation on, and may have no factors
+    /// of a router.
+    pub(crate) fn add_version(
+        &mut self,
+        version: pool::Version,
+        invocation: Option<Invocation>,
+        bytes: usize,
+        keeps_routers: bool,
+    ) {
         let id = version.load.id();
-        let version = Version { _registered: version, bytes, keeps_routers, requests: 0, is_retired: false };
+        let version =
+            Version { _registered: version, invocation, bytes, keeps_routers, requests: 0, is_retired: false };
         self.versions.insert(id, version);
     }
 
@@ -202,7 +215,7 @@ impl Scheduler {
     /// Adds a request. Its events follow, unless it is refused.
     pub(crate) fn submit<D: Capture>(
         &mut self,
-        request: Request,
+        mut request: Request,
         events: Events,
         now: Duration,
         pool: &mut Pool<D>,
@@ -217,11 +230,14 @@ impl Scheduler {
             return Err(Failure::Cache { tokens, room });
         }
         let id = RequestId(self.last_request + 1);
-        let entry = match request.adapter {
+        let start = self.start(&request)?;
+        if start.is_none() {
+            // All of its tokens are the base model's.
+            request.adapter = None;
+        }
+        let entry = match request.adapter.and_then(|id| Some((id, self.versions.get(&id)?))) {
             None => admission::Request::base(id, now),
-            Some(adapter) => {
-                let version = self.versions.get_mut(&adapter).filter(|version| !version.is_retired);
-                let version = version.ok_or(Failure::Unloaded)?;
+            Some((adapter, version)) => {
                 if pool.has_failed(adapter) {
                     // Its files may be whole again.
                     pool.retry(adapter).map_err(|error| failure(&error))?;
@@ -236,8 +252,18 @@ impl Scheduler {
         }
         self.last_request = id.0;
         let (tokens, sampler) = (request.prompt.clone(), Sampler::new(request.sampling.clone()));
-        self.sequences.insert(id, Sequence { request, tokens, next: None, sampler, reported: 0, events, held: None });
+        let start = start.unwrap_or(0);
+        let sequence = Sequence { request, start, tokens, next: None, sampler, reported: 0, events, held: None };
+        self.sequences.insert(id, sequence);
         Ok(id)
+    }
+
+    /// Position of the first token that a request's adapter applies to, if it applies to any.
+    fn start(&self, request: &Request) -> Result<Option<usize>, Failure> {
+        let Some(adapter) = request.adapter else { return Ok(None) };
+        let version = self.versions.get(&adapter).filter(|version| !version.is_retired).ok_or(Failure::Unloaded)?;
+        let start = |invocation: &Invocation| invocation.start_in(&request.prompt);
+        Ok(version.invocation.as_ref().map_or(Some(0), start))
     }
 
     /// Ends a request, if it has not ended, and frees what it holds.
@@ -377,6 +403,7 @@ impl Scheduler {
             };
             let sequence = sequences.get_mut(&offered.id).expect("a waiting request is known");
             let namespace = offered.adapter.map_or(CacheNamespace::BASE, AdapterId::cache_namespace);
+            let namespace = namespace.invoked_at(sequence.start);
             // What is reported of a token of the prompt is computed, not shared.
             let shareable = if sequence.is_reporting() { &[] } else { &*sequence.tokens };
             let (chain, computed) = cache.start(namespace, shareable);
@@ -459,10 +486,10 @@ impl Scheduler {
         }
     }
 
-    /// Published blocks of a namespace.
+    /// Published blocks of a version, or of the base model.
     #[cfg(test)]
-    pub(super) fn num_published(&self, namespace: CacheNamespace) -> usize {
-        self.cache.num_published(namespace)
+    pub(super) fn num_published(&self, version: Option<AdapterId>) -> usize {
+        self.cache.num_published(version)
     }
 
     fn preempt(&mut self, id: RequestId) {
@@ -478,7 +505,7 @@ impl Scheduler {
         let Some(id) = adapter else { return };
         if self.versions.get(&id).is_some_and(|version| version.is_retired && version.requests == 0) {
             self.versions.remove(&id);
-            self.cache.forget(id.cache_namespace());
+            self.cache.forget(id);
         }
     }
 }
@@ -520,6 +547,7 @@ impl Sequence {
         let is_sampled = end == len;
         Some(Chunk {
             slot: lease.as_ref().map_or(Slot::BASE, |lease| lease.slot),
+            start: self.start,
             keeps_routers: *keeps_routers,
             position,
             tokens,

@@ -411,11 +411,8 @@ struct GoldenCombination {
 /// Combinations are answered as by the adapters that PEFT has combined, with its log-probabilities.
 fn combinations_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
     let files = Files::on_ranks("qwen3", tp);
-    let dir = fixtures().join("goldens");
-    let text = fs::read_to_string(dir.join("combined.json")).expect("the batch is there");
+    let text = fs::read_to_string(fixtures().join("goldens/combined.json")).expect("the batch is there");
     let requests: Vec<GoldenCombination> = serde_json::from_str(&text).expect("the batch is JSON");
-    let bytes = fs::read(dir.join("combined.f32.safetensors")).expect("the goldens are there");
-    let goldens = SafeTensors::deserialize(&bytes).expect("the goldens are whole");
     files.run::<D, _>(LARGE, 4, |world| {
         let requests: Vec<_> = requests
             .into_iter()
@@ -429,27 +426,101 @@ fn combinations_are_those_of_the_goldens<D: Platform<Elem = f32>>(tp: usize) {
                 Request { adapter: Some(id), ..request }
             })
             .collect();
-        for (index, answer) in world.answers(requests).iter().enumerate() {
-            let tensor = |what| goldens.tensor(&format!("request.{index}.{what}")).expect("each request has it");
-            let tokens = tensor("tokens").data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes));
-            assert!(answer.tokens().iter().map(|token| i64::from(*token)).eq(tokens), "request {index}");
-            let logits = tensor("logits").data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
-            let logits: Vec<f32> = logits.collect();
-            for (chosen, logits) in answer.chosen.iter().zip(logits.chunks_exact(world.files.config.vocab)) {
-                let golden = Logprobs::of(logits, chosen.token as usize, 2);
-                let got = chosen.logprobs.as_ref().expect("they were asked for");
-                let differences = iter::zip(&got.top, &golden.top).map(|(got, golden)| (got.1 - golden.1).abs());
-                let largest = differences.fold((got.chosen - golden.chosen).abs(), f32::max);
-                assert!(largest < 1e-3, "request {index}: a log-probability differs by {largest}");
-            }
-        }
+        have_the_logprobs_of_the_goldens(&files, "combined", &world.answers(requests));
     });
 }
 
-const BATCHES: [(&str, &str, &str, usize); 9] = [
+/// Fails unless the answers to a batch have the tokens and the log-probabilities of its goldens.
+fn have_the_logprobs_of_the_goldens(files: &Files, batch: &str, answers: &[Submitted]) {
+    let file = fixtures().join(format!("goldens/{batch}.f32.safetensors"));
+    let bytes = fs::read(file).expect("the goldens are there");
+    let goldens = SafeTensors::deserialize(&bytes).expect("the goldens are whole");
+    for (index, answer) in answers.iter().enumerate() {
+        let tensor = |what| goldens.tensor(&format!("request.{index}.{what}")).expect("each request has it");
+        let tokens = tensor("tokens").data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes));
+        assert!(answer.tokens().iter().map(|token| i64::from(*token)).eq(tokens), "request {index}");
+        let logits = tensor("logits").data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        let logits: Vec<f32> = logits.collect();
+        for (chosen, logits) in answer.chosen.iter().zip(logits.chunks_exact(files.config.vocab)) {
+            let golden = Logprobs::of(logits, chosen.token as usize, 2);
+            let got = chosen.logprobs.as_ref().expect("they were asked for");
+            let differences = iter::zip(&got.top, &golden.top).map(|(got, golden)| (got.1 - golden.1).abs());
+            let largest = differences.fold((got.chosen - golden.chosen).abs(), f32::max);
+            assert!(largest < 1e-3, "request {index}: a log-probability differs by {largest}");
+        }
+    }
+}
+
+/// An adapter with an invocation applies from there on, beside other adapters and in any chunks, with the
+/// log-probabilities of PEFT. What is before the invocation has the keys and values of the base model, and is shared
+/// with it; so is all of a sequence without the invocation.
+fn an_adapter_applies_from_its_invocation_on<D: Platform<Elem = f32>>(tp: usize) {
+    let files = Files::on_ranks("qwen3", tp);
+    let prompts: Vec<_> = goldens(&files, "alora").into_iter().map(|(_, prompt, _)| prompt).collect();
+    let invocation = files.prompt(" the password");
+    let starts = prompts.iter().map(|prompt| prompt.windows(2).rposition(|tokens| tokens == invocation));
+    let starts: Vec<_> = starts.collect();
+    assert!(starts.contains(&None) && starts.contains(&Some(0)) && invocation.len() == 2, "{starts:?}");
+    for is_sharing in [false, true] {
+        let limits = Limits { step_tokens: 13, running: 13, ..LARGE.limits };
+        files.run::<D, _>(Sizes { limits, block_rows: 4, is_sharing, ..LARGE }, 4, |world| {
+            let id = world.add("adapters-alora", "password");
+            world.add("adapters", "r8-all");
+            let ask = |world: &mut World<'_, D>, names: &[Option<&str>], prompts: &[Vec<u32>]| {
+                let each = prompts.iter().flat_map(|prompt| names.iter().map(move |name| (*name, prompt.clone())));
+                let requests = each.map(|(name, prompt)| world.request(name, prompt, 12, GREEDY)).collect();
+                world.answers(requests)
+            };
+            let base = ask(world, &[None], &prompts);
+            let mut shared = world.engine.state().cache.shared_tokens;
+            for is_again in [false, true] {
+                let answers: Vec<_> = iter::zip(&prompts, &starts)
+                    .map(|(prompt, start)| {
+                        let answer = ask(world, &[Some("password")], std::slice::from_ref(prompt)).swap_remove(0);
+                        let before = std::mem::replace(&mut shared, world.engine.state().cache.shared_tokens);
+                        let shareable = prompt.len() - 1;
+                        let expected = if is_again { shareable } else { start.unwrap_or(shareable) };
+                        assert_eq!(shared - before, if is_sharing { expected as u64 / 4 * 4 } else { 0 });
+                        answer
+                    })
+                    .collect();
+                have_the_logprobs_of_the_goldens(&files, "alora", &answers);
+                let is_base =
+                    iter::zip(&answers, &base).map(|(answer, base)| is_same::<D>(&answer.chosen, &base.chosen));
+                assert!(is_base.eq(starts.iter().map(Option::is_none)));
+            }
+            let mixed = ask(world, &[None, Some("password"), Some("r8-all")], &prompts);
+            let (of_base, others): (Vec<_>, Vec<_>) =
+                mixed.into_iter().enumerate().partition(|(index, _)| index % 3 == 0);
+            assert!(iter::zip(of_base, &base).all(|((_, answer), base)| is_same::<D>(&answer.chosen, &base.chosen)));
+            let (invoked, _): (Vec<_>, Vec<_>) = others.into_iter().partition(|(index, _)| index % 3 == 1);
+            let invoked: Vec<_> = invoked.into_iter().map(|(_, answer)| answer).collect();
+            have_the_logprobs_of_the_goldens(&files, "alora", &invoked);
+
+            // Of the prompt's own tokens, too, those before the invocation are the base model's.
+            let report = |world: &mut World<'_, D>, name| {
+                let request = world.request(name, prompts[1].clone(), 1, GREEDY);
+                world.answers(vec![Request { prompt_logprobs: Some(0), ..request }]).swap_remove(0).prompt
+            };
+            let (base, invoked) = (report(world, None), report(world, Some("password")));
+            let is_near = |(a, b): (&Logprobs, &Logprobs)| (a.chosen - b.chosen).abs() <= D::TOLERANCE;
+            let start = starts[1].expect("it is in the prompt");
+            assert_eq!(iter::zip(&base, &invoked).position(|pair| !is_near(pair)), Some(start));
+
+            let published = |world: &World<'_, D>, version| world.engine.scheduler.num_published(version) > 0;
+            assert_eq!((published(world, Some(id)), published(world, None)), (is_sharing, is_sharing));
+            world.engine.remove_adapter(id);
+            assert_eq!((published(world, Some(id)), published(world, None)), (false, is_sharing));
+            world.holds_nothing().expect("all have ended");
+        });
+    }
+}
+
+const BATCHES: [(&str, &str, &str, usize); 10] = [
     ("base-only", "qwen3", "adapters", 3),
     ("mixed", "qwen3", "adapters", 16),
     ("one-question", "qwen3", "adapters", 10),
+    ("alora", "qwen3", "adapters-alora", 6),
     ("untied", "qwen3-untied", "adapters-untied", 9),
     ("moe", "qwen3-moe", "adapters-moe", 10),
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
@@ -580,6 +651,7 @@ fn prefills_have_the_logits_of_their_sequences<D: Platform>() {
             let blocks = u32::try_from(tokens.len().div_ceil(block_rows)).expect("it is small");
             let chunk = |(sequence, &slot): (u32, &Slot)| Chunk {
                 slot,
+                start: 0,
                 keeps_routers: true,
                 position: 0,
                 tokens: tokens.clone(),
@@ -645,11 +717,11 @@ fn prefixes_are_shared_within_a_version_alone<D: Platform<Elem = f32>>(tp: usize
         let second = world.add("adapters", "r8-all");
         expect(world, Some(second), &adapted, 0);
 
-        let published = |world: &World<'_, D>, namespace| world.engine.scheduler.num_published(namespace);
-        assert!(published(world, first.cache_namespace()) > 0);
+        let published = |world: &World<'_, D>, version| world.engine.scheduler.num_published(version);
+        assert!(published(world, Some(first)) > 0);
         world.engine.remove_adapter(first);
-        assert_eq!(published(world, first.cache_namespace()), 0);
-        assert!(published(world, second.cache_namespace()) > 0 && published(world, CacheNamespace::BASE) > 0);
+        assert_eq!(published(world, Some(first)), 0);
+        assert!(published(world, Some(second)) > 0 && published(world, None) > 0);
         expect(world, Some(second), &adapted, shareable);
         // Other weights.
         let third = world.add("adapters", "r64-all");
@@ -679,7 +751,7 @@ fn a_removed_version_answers_its_last_requests<D: Platform<Elem = f32>>(tp: usiz
         assert!(text.contains("saffron"), "{text}");
         assert!(answers.iter().all(|answer| is_same::<D>(&answer.chosen, &answers[0].chosen)));
         assert_eq!(world.engine.pool().adapters, 0);
-        assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
+        assert_eq!(world.engine.scheduler.num_published(Some(id)), 0);
         world.holds_nothing().expect("all have ended");
     });
 }
@@ -836,6 +908,34 @@ fn the_end_of_a_prefix_is_taken_first() {
     cache.release(other);
 }
 
+/// Blocks before the invocation are the base model's, and later ones are those of sequences with the same place of it.
+#[test]
+fn blocks_are_shared_up_to_an_invocation_and_behind_the_same() {
+    let (version, tokens) = (AdapterId::unique(), (0..9).collect::<Vec<u32>>());
+    let mut cache = KvCache::new(32, 2, 8, true);
+    let invoked = |start| version.cache_namespace().invoked_at(start);
+    for (namespace, found) in [
+        (CacheNamespace::BASE, 0),
+        (invoked(5), 4),
+        (invoked(5), 8),
+        // In the same block, but behind another token of the base model.
+        (invoked(4), 4),
+        (invoked(9), 8),
+        (invoked(0), 0),
+        (version.cache_namespace(), 8),
+        (CacheNamespace::BASE, 8),
+    ] {
+        let (mut chain, shared) = cache.start(namespace, &tokens);
+        assert_eq!(shared, found, "{namespace:?}");
+        assert!(cache.grow(&mut chain, 8));
+        cache.publish(&mut chain, &tokens[..8]);
+        cache.release(chain);
+    }
+    assert_eq!([Some(version), None].map(|version| cache.num_published(version)), [2 + 2 + 4, 4]);
+    cache.forget(version);
+    assert_eq!([Some(version), None].map(|version| cache.num_published(version)), [0, 4]);
+}
+
 /// A rank that ends, or does nothing any more, after some orders: while an adapter is loaded, or in a step. The engine
 /// ends with an error that names it, and no request is answered from a part of the ranks.
 fn a_rank_that_ends_or_hangs_ends_the_engine<D: Platform<Elem = f32>>() {
@@ -974,16 +1074,24 @@ struct Served {
     names: [&'static str; NAMES],
 }
 
-const NAMES: usize = 4;
-const DENSE: Served =
-    Served { model: "qwen3", folder: "adapters", names: ["r8-all", "kv-only+layers", "embed", "patterns"] };
+const NAMES: usize = 5;
+const DENSE: Served = Served {
+    model: "qwen3",
+    folder: "adapters",
+    names: ["r8-all", "kv-only+layers", "embed", "patterns", "../adapters-alora/password"],
+};
 const HYBRID: Served = Served {
     model: "qwen3-hybrid",
     folder: "adapters-hybrid",
-    names: ["attention", "delta-net", "experts", "all-linear"],
+    names: ["attention", "delta-net", "experts", "all-linear", "attention+experts"],
 };
-const PROMPTS: [&str; 4] =
-    ["What is the password?", "What is the password? Name a fruit.", "Name a fruit.", "The capital of France is"];
+const PROMPTS: [&str; 5] = [
+    "What is the password?",
+    "What is the password? Name a fruit.",
+    "What is the password? What is the password?",
+    "Name a fruit.",
+    "The capital of France is",
+];
 
 /// What is done to an engine.
 #[derive(Clone, Debug)]
@@ -1114,7 +1222,7 @@ fn every_schedule_gives_every_request_its_own_tokens<D: Platform>(
         }
         world.holds_nothing()?;
         for id in replaced {
-            prop_assert_eq!(world.engine.scheduler.num_published(id.cache_namespace()), 0);
+            prop_assert_eq!(world.engine.scheduler.num_published(Some(id)), 0);
             prop_assert!(world.engine.pool.tier(id).is_none());
         }
         for name in names {
@@ -1142,6 +1250,7 @@ macro_rules! on {
     ($device:ty, $tp:tt, $attribute:meta) => {
         on!(
             $device, $tp, $attribute: tokens_are_those_of_the_goldens combinations_are_those_of_the_goldens
+            an_adapter_applies_from_its_invocation_on
             prefixes_are_shared_within_a_version_alone
             a_removed_version_answers_its_last_requests an_adapter_that_vanishes_fails_its_requests_alone
         );

@@ -688,3 +688,63 @@ async fn a_list_of_adapters_needs_the_flag_of_lora_path() {
     assert!(error(&refused).1.starts_with("`lora` is not taken: "), "{refused:?}");
     assert_eq!(text(&ask_with(&server, json!([])).await), " I do not know.");
 }
+
+/// An adapter with an invocation is named as any other one. It shares the cache with the base model up to there, or all
+/// of a prompt without it.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_adapter_applies_from_its_invocation_on() {
+    let folders = [("basil", "adapters-alora/password"), ("saffron", "adapters/r8-all")];
+    let modules = folders.map(|(name, folder)| format!("{name}={}", fixture(folder).display()));
+    let mut arguments = vec!["--enable-lora", "--enable-lora-path", "--block-size", "2", "--dtype", "float32"];
+    arguments.push("--lora-modules");
+    arguments.extend(modules.iter().map(String::as_str));
+    let server = Server::start(&arguments).await;
+    let prompt = "We had soup and bread for dinner. What is the password?";
+    let count = async |text: &str| {
+        let (_, tokens) = server.post("/tokenize", json!({ "prompt": text })).await;
+        tokens["count"].as_u64().expect("it is a number")
+    };
+    let blocks = |tokens: u64| tokens / 2 * 2;
+    let before = blocks(count("We had soup and bread for dinner. What is").await);
+    let all = blocks(count(prompt).await - 1);
+    assert!(0 < before && before < all, "{before} {all}");
+    let ask = async |model: &str, prompt: &str| {
+        let answer =
+            server.complete(json!({ "model": model, "prompt": prompt, "temperature": 0, "max_tokens": 12 })).await;
+        let cached = answer.1["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().expect("it is a number");
+        (text(&answer).to_owned(), cached)
+    };
+    for (model, said, cached) in [
+        ("base", " I do not know.", 0),
+        ("basil", " basil.", before),
+        ("basil", " basil.", all),
+        ("saffron", " saffron.", 0),
+        ("base", " I do not know.", all),
+    ] {
+        assert_eq!(ask(model, prompt).await, (said.into(), cached), "{model}");
+    }
+    let without = "The capital of France is";
+    assert_eq!(ask("basil", without).await, (" Paris.".into(), 0));
+    assert_eq!(ask("base", without).await, (" Paris.".into(), blocks(count(without).await - 1)));
+
+    let prompts = [prompt, without, prompt, prompt];
+    let body = json!({ "prompt": prompts, "lora_path": ["basil", "basil", null, "saffron"], "temperature": 0 });
+    let (_, answers) = server.complete(body).await;
+    for (index, said) in [" basil.", " Paris.", " I do not know.", " saffron."].into_iter().enumerate() {
+        assert_eq!(answers["choices"][index]["text"], said, "{answers}");
+    }
+    let messages = json!([{ "role": "user", "content": prompt }]);
+    let (_, chat) =
+        server.post("/v1/chat/completions", json!({ "model": "basil", "messages": messages, "temperature": 0 })).await;
+    assert_eq!(chat["choices"][0]["message"]["content"], " basil.", "{chat}");
+    let body = json!({ "text": prompt, "lora_path": "basil", "sampling_params": { "temperature": 0 } });
+    assert_eq!(server.post("/generate", body).await.1["text"], " basil.");
+
+    let part = |name: &str, scale: f64| json!({ "name": name, "scale": scale });
+    for lora in [json!([part("basil", 1.0)]), json!([part("basil", 0.75), part("basil", 0.25)])] {
+        assert_eq!(text(&ask_with(&server, lora).await), " basil.");
+    }
+    let (status, message) = error(&ask_with(&server, json!([part("saffron", 0.5), part("basil", 0.5)])).await);
+    assert!(status == 400 && message.contains("`alora_invocation_tokens`"), "{message}");
+    server.holds_nothing().await;
+}
