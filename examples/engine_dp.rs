@@ -11,7 +11,7 @@
 #![forbid(unsafe_code)]
 
 use std::{
-    sync::{Barrier, Mutex},
+    sync::{Arc, Barrier, Mutex},
     thread,
     time::Duration,
 };
@@ -19,10 +19,11 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraExperts, LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    group::{Group, InProcess, Ranks},
+    cpu::{AdapterPool, LoraExperts, LoraLinear, Matrix, MatrixMut, Tiers, WeightTable, Workspace},
+    group::{GroupPool, InProcess, Ranks},
     model::{Activation, Experts, ExpertsId, Linear, LinearId, ModelSpec, Parallel, Shard, TpRank},
     plan::Capacity,
+    pool::{Lease, PoolConfig, Source, StreamId},
     routing::{Batch, TopK},
 };
 
@@ -36,6 +37,9 @@ const RANK: usize = 2;
 const ADAPTERS: usize = 2;
 const LAYERS: usize = 2;
 const MAX_TOKENS: usize = 16;
+const STREAM: StreamId = StreamId::FIRST;
+/// How long a rank waits for another.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Integers from -1 to 1.
 fn integers(seed: usize, len: usize) -> Vec<f32> {
@@ -104,19 +108,20 @@ struct Layer {
     experts: ExpertsId,
 }
 
-/// A rank: its adapters' slots and its table.
+/// A rank: its pool, whose steps take this table, and the leases of its adapters.
 struct Engine<'e> {
     rank: TpRank,
     layers: &'e [Layer],
-    weights: WeightTable,
-    slots: Vec<Slot>,
+    pool: &'e GroupPool<InProcess, Tiers>,
+    weights: &'e WeightTable,
+    leases: Vec<Lease>,
     tokens: &'e Exchange<Token>,
     sums: &'e Exchange<f32>,
 }
 
 impl Engine<'_> {
     fn slots_of(&self, adapters: impl Iterator<Item = Option<usize>>) -> Vec<Slot> {
-        adapters.map(|adapter| adapter.map_or(Slot::BASE, |adapter| self.slots[adapter])).collect()
+        adapters.map(|adapter| adapter.map_or(Slot::BASE, |adapter| self.leases[adapter].slot())).collect()
     }
 
     /// The outputs of the rank's own tokens, each an input and its adapter.
@@ -127,9 +132,9 @@ impl Engine<'_> {
         for (number, layer) in self.layers.iter().enumerate() {
             let mut y: Vec<f32> = rows.chunks(HIDDEN).flat_map(|x| product(10_000 + number, x)).collect();
             if !batch.is_empty() {
-                let mut own = self.weights.step(&Batch::new(&own_slots), &mut of_own)?;
+                let mut own = self.pool.step(STREAM, &Batch::new(&own_slots), &mut of_own)?;
                 let x = Matrix::new(&rows, batch.len(), HIDDEN)?;
-                LoraLinear::new(&self.weights, layer.o)?.add_delta(
+                LoraLinear::new(self.weights, layer.o)?.add_delta(
                     &mut own,
                     x,
                     MatrixMut::new(&mut y, batch.len(), HIDDEN)?,
@@ -176,8 +181,8 @@ impl Engine<'_> {
         let x: Vec<f32> = tokens.iter().flat_map(|token| token.x.clone()).collect();
 
         let slots = self.slots_of(tokens.iter().map(|token| token.adapter));
-        let mut gathered = self.weights.step(&Batch::new(&slots), workspace)?;
-        let layer = LoraExperts::new(&self.weights, id)?;
+        let mut gathered = self.pool.step(STREAM, &Batch::new(&slots), workspace)?;
+        let layer = LoraExperts::new(self.weights, id)?;
         let (count, routes_count) = (tokens.len(), tokens.len() * TOP_K);
         let (mut activated, mut sums) = (vec![0.0; routes_count * HIDDEN], vec![0.0; count * HIDDEN]);
         let [x, up] = [Matrix::new(&x, count, HIDDEN)?, Matrix::new(&up, routes_count, HIDDEN)?];
@@ -217,25 +222,23 @@ fn run_group(spec: &ModelSpec, layers: &[Layer], batches: &[Vec<Tokens>]) -> Res
             shard.held(layer.experts, rank.rank() * share..(rank.rank() + 1) * share)
         });
         let model = spec.shard(of_experts)?;
-        let adapters = (0..ADAPTERS).map(adapter).collect::<Result<Vec<_>>>()?;
-        let images = adapters
-            .iter()
-            .map(|adapter| adapter.plan(&model, DType::F32))
-            .collect::<std::result::Result<Vec<_>, _>>()?;
         let capacity = Capacity::tokens(MAX_TOKENS).slots(ADAPTERS).rank(RANK);
-        let weights = WeightTable::new(&model, DType::F32, capacity, WeightTable::arena_bytes(&images))?;
-        let mut group = Group::new(ranks, weights.clone())?;
-        let load = |(version, adapter): (u64, &Adapter)| {
-            let free = group.free_slot()?;
-            Ok(group.load(free, version, || Ok(adapter))?)
+        let config = PoolConfig::arena_bytes(AdapterPool::arena_bytes(&model, DType::F32, RANK, ADAPTERS));
+        let mut pool = GroupPool::new(ranks, AdapterPool::new(&model, DType::F32, capacity, config)?)?;
+        let mut load = |seed: usize| {
+            let id = pool.register(Source::memory(Arc::new(adapter(seed)?), &model, DType::F32))?;
+            let load = pool.prefetch(id)?;
+            pool.wait_for(&load, TIME_LIMIT)?;
+            Ok(pool.acquire(id, STREAM)?)
         };
-        let slots = (1..).zip(&adapters).map(load).collect::<Result<Vec<_>>>()?;
-        let engine = Engine { rank, layers, weights, slots, tokens: &tokens, sums: &sums };
+        let leases = (0..ADAPTERS).map(&mut load).collect::<Result<_>>()?;
+        let weights = pool.weights(STREAM).ok_or("the pool has its first stream")?;
+        let engine = Engine { rank, layers, pool: &pool, weights, leases, tokens: &tokens, sums: &sums };
         batches.iter().map(|batch| engine.run(batch)).collect::<Result<Vec<_>>>()
     };
     let run = &run;
     thread::scope(|scope| {
-        let ranks = InProcess::group(size, Duration::from_secs(60)).into_iter().zip(batches);
+        let ranks = InProcess::group(size, TIME_LIMIT).into_iter().zip(batches);
         let threads: Vec<_> = ranks.map(|(rank, batches)| scope.spawn(move || run(rank, batches))).collect();
         threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
     })

@@ -1,6 +1,6 @@
 //! Tensor parallelism: groups of 2, 4 and 8 ranks, each a thread of one process, compute what a single rank computes.
 //!
-//! The ranks load the adapter as a group: all of them, or none.
+//! The ranks load the adapter in a pool of their group: all of them, or none.
 //!
 //! The model is the projections of an attention layer. q, k and v are column-parallel; where a group has more ranks
 //! than key-value heads, neighbouring ranks hold the same head. o is row-parallel: each rank adds its delta to its
@@ -9,15 +9,16 @@
 
 #![forbid(unsafe_code)]
 
-use std::{ops::Range, thread, time::Duration};
+use std::{ops::Range, sync::Arc, thread, time::Duration};
 
 use aril::{
     DType, Slot,
     adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    group::{Group, InProcess, Ranks},
+    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Workspace},
+    group::{GroupPool, InProcess, Ranks},
     model::{Linear, LinearId, ModelSpec, Parallel},
     plan::Capacity,
+    pool::{PoolConfig, Source, StreamId},
     routing::Batch,
 };
 
@@ -30,6 +31,8 @@ const Q_HEADS: usize = 8;
 const KV_HEADS: usize = 2;
 const RANK: usize = 2;
 const TOKENS: usize = 3;
+/// How long a rank waits for another.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Modules, with their inputs and outputs.
 const MODULES: [(&str, usize, usize); 4] = [
@@ -78,16 +81,18 @@ struct Outputs {
 
 /// Computes the layers on one rank.
 fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], ranks: InProcess) -> Result<Outputs> {
-    let (model, adapter) = (spec.shard(ranks.tp())?, adapter()?);
-    let arena_bytes = WeightTable::arena_bytes([&adapter.plan(&model, DType::F32)?]);
+    let model = spec.shard(ranks.tp())?;
     let capacity = Capacity::tokens(TOKENS).slots(1).rank(RANK);
-    let weights = WeightTable::new(&model, DType::F32, capacity, arena_bytes)?;
-    let mut group = Group::new(ranks, weights.clone())?;
-    let free = group.free_slot()?;
-    let slot = group.load(free, 1, || Ok(&adapter))?;
-    let slots = [slot, Slot::BASE, slot];
+    let config = PoolConfig::arena_bytes(AdapterPool::arena_bytes(&model, DType::F32, RANK, 1));
+    let mut pool = GroupPool::new(ranks, AdapterPool::new(&model, DType::F32, capacity, config)?)?;
+    let id = pool.register(Source::memory(Arc::new(adapter()?), &model, DType::F32))?;
+    let load = pool.prefetch(id)?;
+    pool.wait_for(&load, TIME_LIMIT)?;
+    let lease = pool.acquire(id, StreamId::FIRST)?;
+    let slots = [lease.slot(), Slot::BASE, lease.slot()];
+    let weights = pool.weights(StreamId::FIRST).ok_or("the pool has its first stream")?;
     let mut workspace = Workspace::default();
-    let mut step = weights.step(&Batch::new(&slots), &mut workspace)?;
+    let mut step = pool.step(StreamId::FIRST, &Batch::new(&slots), &mut workspace)?;
     let mut layer = |id: LinearId, first_module: usize, x: &[f32]| {
         let site = &model[id];
         let (inputs, outputs) = (site.in_features(), site.out_features());
@@ -95,7 +100,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], ranks: InProcess) -> Result<Ou
         let w: Vec<_> = slices.flat_map(|(slice, module)| base(module, slice.ranges(), site.in_range())).collect();
         let mut y = gemm(x, &w, inputs);
         let (x, y_matrix) = (Matrix::new(x, TOKENS, inputs)?, MatrixMut::new(&mut y, TOKENS, outputs)?);
-        LoraLinear::new(&weights, id)?.add_delta(&mut step, x, y_matrix)?;
+        LoraLinear::new(weights, id)?.add_delta(&mut step, x, y_matrix)?;
         Ok::<_, Error>(y)
     };
 
@@ -114,7 +119,7 @@ fn run(spec: &ModelSpec, [qkv, o]: [LinearId; 2], ranks: InProcess) -> Result<Ou
 
 /// The outputs of all ranks of a group.
 fn run_group(spec: &ModelSpec, layers: [LinearId; 2], size: usize) -> Result<Vec<Outputs>> {
-    let ranks = InProcess::group(size, Duration::from_secs(60));
+    let ranks = InProcess::group(size, TIME_LIMIT);
     thread::scope(|scope| {
         let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || run(spec, layers, rank))).collect();
         threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()

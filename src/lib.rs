@@ -22,7 +22,7 @@
 //! - [`error`]: errors that both backends share.
 //! - [`cpu`] and `cuda` (with the feature `cuda`): the operations, with the same types on both backends, which refuse
 //!   the same operands by the same errors. They depend on everything above.
-//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none, and the pool of a group.
+//! - [`group`]: loading an adapter on all ranks of a tensor-parallel group, or on none, in a pool of the group.
 //!   Depends on both backends.
 //! - [`mod@reference`]: the same operations in `f64`, for tests. Depends on `model` alone.
 //!

@@ -7,8 +7,7 @@ use std::{
 
 use super::{
     channel::{ChannelError, Ranks},
-    said::{Answer, End, Said},
-    verdict,
+    said::{self, Answer, End, Said},
 };
 use crate::{
     model::TpRank,
@@ -61,7 +60,7 @@ impl<B: Backend> Member<B> {
             // A message has room for one reason.
             Some(_) if failure.is_some() => End::UnderWay,
             Some(ReadEnd { result: Err(error), .. }) => {
-                failure = Some(verdict::reason(&error.to_string()));
+                failure = Some(said::reason(&error.to_string()));
                 End::Failed
             }
         };
@@ -99,6 +98,6 @@ pub(crate) trait Exchange<B> {
 
 impl<R: Ranks, B> Exchange<B> for R {
     fn exchange(&mut self, tp: TpRank, own: Vec<Said>) -> Result<Vec<Said>, ChannelError> {
-        own.first().map_or_else(|| Ok(Vec::new()), |said| verdict::exchange(self, tp, said))
+        own.first().map_or_else(|| Ok(Vec::new()), |said| said::exchange(self, tp, said))
     }
 }

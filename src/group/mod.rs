@@ -1,46 +1,45 @@
 //! Loading an adapter on all ranks of a tensor-parallel group, or on none.
 //!
-//! Every rank calls the same operations of its [`Group`] in the same order. [`Group::prepare`] opens the adapter, plans
-//! this rank's shard, reserves its memory and fills it; then the ranks exchange their verdicts. If any rank failed, no
-//! rank commits, all weight tables are as they were, and every rank gets the failures of all ranks. [`Group::commit`]
-//! puts the adapter into the slot, which is the same on all ranks.
-//!
-//! The ranks must commit between the same two steps, because the ranks of a step must use the same adapter. `prepare`
-//! may run on another thread, beside steps.
-//!
-//! A [`GroupPool`] is an [`AdapterPool`](crate::pool::AdapterPool) on all ranks, for more adapters than fit.
+//! A [`GroupPool`] is an [`AdapterPool`](crate::pool::AdapterPool) on all ranks. Every rank makes the same calls in the
+//! same order. If a rank cannot load an adapter, no rank does, and every rank gets the failures of all ranks.
 //!
 //! The messages go over a channel of the engine's ([`Ranks`]). [`InProcess`] connects the threads of one process.
 //!
 //! ```
-//! use std::{thread, time::Duration};
+//! use std::{sync::Arc, thread, time::Duration};
 //!
 //! use aril::{
 //!     DType,
 //!     adapter::{Adapter, Tensor},
-//!     cpu::WeightTable,
-//!     group::{Group, GroupError, InProcess, Ranks},
+//!     cpu::AdapterPool,
+//!     error::LoadError,
+//!     group::{GroupError, GroupPool, InProcess, Ranks},
 //!     model::{Linear, ModelSpec, Parallel},
 //!     plan::Capacity,
+//!     pool::{PoolConfig, PoolError, Source},
 //! };
 //!
 //! let mut spec = ModelSpec::new();
 //! spec.linear(Linear::new("mlp", Parallel::Column, 2).slice("up_proj", 4))?;
 //! let tensor = |shape, values: &[f32]| Tensor::new(DType::F32, shape, bytemuck::cast_slice(values).to_vec());
-//! let adapter = Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, [
+//! let adapter = Arc::new(Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 1}"#, [
 //!     ("mlp.up_proj.lora_A.weight".to_owned(), tensor([1, 2], &[1.0, 2.0])?),
 //!     ("mlp.up_proj.lora_B.weight".to_owned(), tensor([4, 1], &[1.0, 2.0, 3.0, f32::NAN])?),
-//! ])?;
+//! ])?);
 //!
 //! // Only the second rank's rows of B have a NaN, but neither rank loads the adapter.
 //! let rank = |ranks: InProcess| {
 //!     let model = spec.shard(ranks.tp()).unwrap();
-//!     let table = WeightTable::new(&model, DType::F32, Capacity::tokens(8).slots(2).rank(8), 1 << 16).unwrap();
-//!     let mut group = Group::new(ranks, table.clone()).unwrap();
-//!     let slot = group.free_slot().unwrap();
-//!     let Err(GroupError::Refused { failures, .. }) = group.load(slot, 1, || Ok(&adapter)) else { panic!() };
+//!     let (capacity, config) = (Capacity::tokens(8).slots(2).rank(8), PoolConfig::arena_bytes(1 << 16));
+//!     let pool = AdapterPool::new(&model, DType::F32, capacity, config).unwrap();
+//!     let mut pool = GroupPool::new(ranks, pool).unwrap();
+//!     let id = pool.register(Source::memory(Arc::clone(&adapter), &model, DType::F32)).unwrap();
+//!     let load = pool.prefetch(id).unwrap();
+//!     let Err(PoolError::Failed { error, .. }) = pool.wait_for(&load, Duration::from_secs(60)) else { panic!() };
+//!     let LoadError::Group(error) = &*error else { panic!("{error}") };
+//!     let GroupError::Refused { failures, .. } = &**error else { panic!("{error}") };
 //!     assert_eq!((failures.len(), failures[0].rank), (1, 1));
-//!     assert_eq!((slot, table.usage().used), (0, 0));
+//!     assert_eq!(pool.snapshot().device_memory.used, 0);
 //! };
 //! thread::scope(|scope| {
 //!     for ranks in InProcess::group(2, Duration::from_secs(60)) {
@@ -52,15 +51,12 @@
 
 mod channel;
 mod error;
-mod load;
 pub(crate) mod member;
 pub(crate) mod pool;
 pub(crate) mod said;
-mod verdict;
 
 pub use self::{
     channel::{ChannelError, InProcess, Message, Ranks},
     error::{GroupError, Phase, RankFailure},
-    load::{Group, Prepared, Table},
     pool::{GroupPool, OnRanks},
 };

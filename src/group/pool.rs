@@ -11,8 +11,7 @@ use super::{
     channel::{ChannelError, Ranks},
     error::{GroupError, Phase, RankFailure},
     member::{Exchange, MAX_READS, Member, Reading},
-    said::{Answer, End, On, Said},
-    verdict,
+    said::{self, Answer, End, On, Said},
 };
 use crate::{
     Slot,
@@ -161,15 +160,13 @@ impl<R: Exchange<B>, B: Backend> OnRanks<R, B> {
         let mut own = None;
         let answers = self.ask(on, |member| {
             act(member).unwrap_or_else(|error| {
-                let reason = verdict::reason(&error.to_string());
+                let reason = said::reason(&error.to_string());
                 own = error.into_load();
                 Answer::Failed { reason }
             })
         })?;
         let failure = |(rank, answer): (usize, &Answer)| match answer {
-            Answer::Failed { reason } => {
-                Some(RankFailure { rank, phase: on.phase(), reason: reason.clone(), is_full: false })
-            }
+            Answer::Failed { reason } => Some(RankFailure { rank, phase: on.phase(), reason: reason.clone() }),
             _ => None,
         };
         let failures: Vec<_> = answers.iter().enumerate().filter_map(failure).collect();
@@ -237,7 +234,7 @@ impl<R: Exchange<B>, B: Backend> OnRanks<R, B> {
         self.each(|member| member.backend.forget(id));
         let failure = |(rank, end): (usize, &End)| match (end, &answers[rank]) {
             (End::Failed, Answer::Ends { reason, .. }) => {
-                Some(RankFailure { rank, phase: Phase::Fill, reason: reason.clone(), is_full: false })
+                Some(RankFailure { rank, phase: Phase::Fill, reason: reason.clone() })
             }
             _ => None,
         };

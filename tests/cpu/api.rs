@@ -10,7 +10,7 @@ use aril::{
     },
     cpu,
     error::{LoadError, OperandError, SlotError},
-    group::{ChannelError, Group, GroupError, InProcess, Message, Phase, Prepared, RankFailure},
+    group::{ChannelError, GroupError, InProcess, Message, Phase, RankFailure},
     model::{
         Activation, Collective, EmbeddingId, EmbeddingSite, Exchange, Experts, ExpertsId, ExpertsSite, Halves, Linear,
         LinearId, LinearSite, Model, ModelSpec, Parallel, Part, ProjectionSite, Shard, SpecError, TpRank,
@@ -53,8 +53,7 @@ fn types_may_be_shared_between_threads() {
     shared::<(AdapterId, CacheNamespace, Counters, Lease, PoolConfig, Residency, Snapshot, Source, StreamId, Tier)>();
     shared::<(cpu::Matrix<'_, f32>, cpu::MatrixMut<'_, f32>)>();
     shared::<(reference::Factors<'_>, reference::Delta)>();
-    shared::<(Group<InProcess, cpu::WeightTable>, Prepared<cpu::WeightTable>, InProcess, Message, Phase, RankFailure)>(
-    );
+    shared::<(InProcess, Message, Phase, RankFailure)>();
 }
 
 /// One thread at a time owns a pool.

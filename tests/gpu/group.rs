@@ -9,10 +9,10 @@ use std::{
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    cuda::{AdapterPool, Buffer, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Tiers, WeightTable, Workspace},
+    cuda::{AdapterPool, Buffer, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Tiers, Workspace},
     error::{LoadError, OperandError},
-    group::{ChannelError, Group, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
-    model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
+    group::{GroupError, GroupPool, InProcess, Phase, Ranks},
+    model::{Linear, LinearId, Model, ModelSpec, Parallel},
     plan::Capacity,
     pool::{AdapterId, Lease, PoolConfig, PoolError, Source, StreamId},
     routing::Batch,
@@ -25,10 +25,9 @@ use crate::{
 
 const RANKS: usize = 2;
 const FEATURES: usize = 256;
-const SLOT: usize = 1;
 const STREAM: StreamId = StreamId::FIRST;
 
-type Pool<R = InProcess> = GroupPool<R, Tiers>;
+type Pool = GroupPool<InProcess, Tiers>;
 
 /// An adapter that adds a value to all outputs of each rank.
 fn adapter(values: [f32; RANKS]) -> Adapter {
@@ -81,27 +80,16 @@ fn finish(mut pool: Pool, ids: impl IntoIterator<Item = AdapterId>) {
     assert_eq!((snapshot.device_memory.used, snapshot.host_memory.used), (0, 0));
 }
 
-/// What the table adds to each output with the adapter of a slot.
-fn delta(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: usize) -> f32 {
-    added(gpu, weights, id, weights.get(slot).unwrap().slot, None).unwrap()
-}
-
-/// The same of a pool's table.
+/// What the pool's table adds to each output with the adapter of a slot, or why it refuses the step.
 fn delta_of(gpu: &Gpu, pool: &Pool, id: LinearId, slot: Slot) -> Result<f32, LaunchError> {
-    added(gpu, pool.weights(STREAM).unwrap(), id, slot, Some(pool))
-}
-
-fn added(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: Slot, pool: Option<&Pool>) -> Result<f32, LaunchError> {
+    let weights = pool.weights(STREAM).unwrap();
     let layer = LoraLinear::new(weights, id).unwrap();
     let mut routing = Routing::new(&gpu.queue, weights.capacity(), 1).unwrap();
     let mut workspace = Workspace::new(weights).unwrap();
     let [mut x, mut y] = [(); 2].map(|()| Buffer::zeros(&gpu.queue, FEATURES).unwrap());
     x.write(&[1.0_f32; FEATURES]).unwrap();
     let batch = routing.update(&Batch::new(&[slot])).unwrap();
-    let mut step = match pool {
-        Some(pool) => pool.step(STREAM, &batch, &mut workspace)?,
-        None => weights.step(&batch, &mut workspace)?,
-    };
+    let mut step = pool.step(STREAM, &batch, &mut workspace)?;
     let x = Matrix::new(&x, 1, FEATURES).unwrap();
     layer.add_delta(&mut step, x, MatrixMut::new(&mut y, 1, FEATURES).unwrap()).unwrap();
     let mut added = [f32::NAN; FEATURES];
@@ -110,37 +98,8 @@ fn added(gpu: &Gpu, weights: &WeightTable, id: LinearId, slot: Slot, pool: Optio
     Ok(added[0])
 }
 
-#[test]
-#[ignore = "needs a GPU"]
-fn two_ranks_load_on_both_or_on_neither() {
-    let (old, bad, new) = (adapter([7.0, 8.0]), adapter([1.0, f32::NAN]), adapter([3.0, 4.0]));
-    let run = |ranks: InProcess, rank: Rank| {
-        let images = [&old, &new].map(|adapter| adapter.plan(&rank.model, DType::F32).unwrap());
-        let capacity = Capacity::tokens(1).slots(2).rank(1);
-        let bytes = WeightTable::arena_bytes(&images);
-        let table = WeightTable::new(&rank.gpu.queue, &rank.model, DType::F32, capacity, bytes).unwrap();
-        let mut group = Group::new(ranks, table.clone()).unwrap();
-        assert_eq!(group.free_slot().unwrap(), 0);
-        group.load(SLOT, 1, || Ok(&old)).unwrap();
-        let used = table.usage().used;
-        let Err(GroupError::Refused { failures, own }) = group.load(SLOT, 2, || Ok(&bad)) else { unreachable!() };
-        assert_eq!(
-            failures.iter().map(|failure| (failure.rank, failure.phase)).collect::<Vec<_>>(),
-            [(1, Phase::Fill)]
-        );
-        assert_eq!((own.is_some(), table.usage().used), (rank.number == 1, used));
-        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [7.0, 8.0][rank.number]);
-        let prepared = group.prepare(SLOT, 3, || Ok(&new)).unwrap();
-        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [7.0, 8.0][rank.number]);
-        let slot = group.commit(prepared).unwrap();
-        table.check([slot]).unwrap();
-        assert_eq!(delta(&rank.gpu, &table, rank.id, SLOT), [3.0, 4.0][rank.number]);
-    };
-    on_each_rank(run);
-}
-
 /// A rank's part of a pool, with two slots and room for so many adapters on the device and in host memory.
-fn pool<R: Ranks>(gpu: &Gpu, model: &Model, ranks: R, device: usize, host: usize) -> Pool<R> {
+fn pool(gpu: &Gpu, model: &Model, ranks: InProcess, device: usize, host: usize) -> Pool {
     let [device, host] = [device, host].map(|count| AdapterPool::arena_bytes(model, DType::F32, 1, count));
     let capacity = Capacity::tokens(1).slots(2).rank(1);
     let config = PoolConfig::arena_bytes(device).host_bytes(host).poisoning();
@@ -251,66 +210,4 @@ fn adapters_that_differ_between_ranks_are_on_neither() {
         finish(pool, [kept, other].into_iter().chain(mixed));
     };
     on_each_rank(run);
-}
-
-/// A channel of one rank that does this to the text of a message.
-struct Through(fn(String) -> String);
-
-impl Ranks for Through {
-    fn tp(&self) -> TpRank {
-        TpRank::SINGLE
-    }
-
-    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
-        let text = (self.0)(String::from_utf8_lossy(message.as_bytes()).into_owned());
-        let mut bytes = [0; Message::BYTES];
-        bytes[..text.len()].copy_from_slice(text.as_bytes());
-        Ok(vec![Message::from_bytes(bytes)])
-    }
-}
-
-/// One that panics while a read that copies begins, and others that say that it needs less memory, or that copies have
-/// ended. The group ends with a named error; what is under way does not hinder the end of the pool, or another one.
-#[test]
-#[ignore = "needs a GPU"]
-fn channels_that_panic_and_lie_end_the_group() {
-    let panics = |text: String| {
-        assert!(!text.contains(r#""on":"Read""#), "on purpose");
-        text
-    };
-    let smaller = |text: String| match text.split_once(r#""Size":{"bytes":"#) {
-        Some((before, behind)) => {
-            format!(r#"{before}"Size":{{"bytes":1{}"#, behind.trim_start_matches(|c: char| c.is_ascii_digit()))
-        }
-        None => text,
-    };
-    let ended = |text: String| text.replacen(r#""copied":0,"reason""#, r#""copied":7,"reason""#, 1);
-    let channels: [fn(String) -> String; 3] = [panics, smaller, ended];
-    let mut spec = ModelSpec::new();
-    let id = spec.linear(Linear::new("m", Parallel::Column, FEATURES).slice("q", FEATURES)).unwrap();
-    let gpu = Gpu::new();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let added = |number: f32| {
-        let module = Lora::linear("m.q", FEATURES, FEATURES, 1).of_rows(|_| number / FEATURES as f32);
-        Source::memory(Arc::new(adapters::adapter(&[module])), &model, DType::F32).unwrap()
-    };
-    for channel in channels {
-        let mut pool = pool(&gpu, &model, Through(channel), 2, 4);
-        let run = |pool: &mut Pool<Through>| {
-            for number in [1.0, 2.0] {
-                let id = pool.register(Ok(added(number)))?;
-                pool.prefetch(id)?;
-                pool.poll();
-                pool.end_step(STREAM)?;
-            }
-            Ok::<(), PoolError>(())
-        };
-        let error = run(&mut pool).unwrap_err();
-        let PoolError::Load(LoadError::Group(error)) = error else { panic!("{error}") };
-        assert!(matches!(*error, GroupError::Channel(_)), "{error}");
-    }
-    let mut pool = pool(&gpu, &model, InProcess::group(1, Duration::from_secs(60)).remove(0), 2, 4);
-    let registered = pool.register(Ok(added(3.0))).unwrap();
-    let lease = acquire(&mut pool, registered).unwrap();
-    assert_eq!(delta_of(&gpu, &pool, id, lease.slot()).unwrap(), 3.0);
 }

@@ -1,6 +1,7 @@
 //! The channel of one process: time limits, ranks that go, and messages that are none.
 
 use std::{
+    cell::Cell,
     sync::{
         Barrier,
         atomic::{AtomicUsize, Ordering},
@@ -10,13 +11,14 @@ use std::{
 };
 
 use aril::{
-    group::{ChannelError, Group, GroupError, InProcess, Message, Ranks},
+    group::{ChannelError, GroupError, InProcess, Message, Ranks},
     model::TpRank,
 };
 use proptest::prelude::*;
 
 use crate::{
     limit::Limit,
+    pool::{group_error, source},
     world::{NEVER, World, each},
 };
 
@@ -67,30 +69,6 @@ fn silent_ranks_are_named() {
     }
 }
 
-/// A rank that does not load does not keep the others: they keep their adapters.
-#[test]
-fn a_silent_rank_stops_a_load() {
-    let world = World::new(3);
-    let (tables, adapter, done) = (world.serving(), world.adapter(|_| 9.0), Barrier::new(3));
-    each(InProcess::group(3, Duration::from_secs(2)), |rank, ranks| {
-        let mut group = Group::new(ranks, tables[rank].clone()).unwrap();
-        if rank == 2 {
-            done.wait();
-        }
-        let error = group.load(1, 1, || Ok(&adapter)).unwrap_err();
-        assert!(matches!(&error, GroupError::Channel(error) if error.ranks == [2]), "{error}");
-        if rank != 2 {
-            done.wait();
-        }
-        assert_eq!(world.delta(&tables[rank], 1), 7.0);
-        assert_eq!(tables[rank].usage().used, tables[rank].loaded()[0].bytes);
-        // Nothing is even opened.
-        let again = group.prepare::<aril::adapter::Adapter>(1, 2, || unreachable!());
-        assert!(matches!(again, Err(GroupError::Channel(_))));
-        assert!(matches!(group.free_slot(), Err(GroupError::Channel(_))));
-    });
-}
-
 /// A rank whose thread panics outside the group leaves it, long before the time limit.
 #[test]
 fn a_rank_that_unwinds_leaves() {
@@ -136,31 +114,35 @@ impl<F: Fn(&mut Vec<Message>)> Ranks for Broken<F> {
     }
 }
 
-/// Loads through a channel that does this to all messages, on all ranks.
-fn load_through(spoil: impl Fn(&mut Vec<Message>) + Sync) -> Vec<GroupError> {
+/// Registers an adapter through a channel that does this to all messages from the first one on, on all ranks.
+fn register_through(spoil: impl Fn(&mut Vec<Message>) + Sync) -> Vec<ChannelError> {
     let world = World::new(3);
-    let (tables, adapter) = (world.serving(), world.adapter(|_| 9.0));
     each(InProcess::group(3, NEVER), |rank, ranks| {
-        let mut group = Group::new(Broken(ranks, &spoil), tables[rank].clone()).unwrap();
-        let error = group.load(1, 1, || Ok(&adapter)).unwrap_err();
-        assert_eq!(world.delta(&tables[rank], 1), 7.0);
-        assert_eq!(tables[rank].usage().used, tables[rank].loaded()[0].bytes);
-        error
+        let is_made = Cell::new(false);
+        let spoil = |messages: &mut Vec<Message>| {
+            if is_made.get() {
+                spoil(messages)
+            }
+        };
+        let mut pool = world.pool(Broken(ranks, spoil), 2, 2);
+        is_made.set(true);
+        let error = pool.register(Ok(source(&world, rank, |_| 9.0))).unwrap_err();
+        assert_eq!(pool.snapshot().adapters, 0);
+        match group_error(&error) {
+            GroupError::Channel(error) => error.clone(),
+            other => panic!("{other}"),
+        }
     })
 }
 
 #[test]
 fn messages_that_are_missing_or_none_are_refused() {
-    let channel = |errors: Vec<GroupError>| {
-        errors
-            .into_iter()
-            .map(|error| if let GroupError::Channel(error) = error { error.ranks } else { panic!("{error}") })
-    };
-    assert!(channel(load_through(|messages| messages.truncate(1))).all(|ranks| ranks == [1, 2]));
-    assert!(channel(load_through(Vec::clear)).all(|ranks| ranks == [0, 1, 2]));
-    assert!(channel(load_through(|messages| messages.push(messages[0]))).all(|ranks| ranks.is_empty()));
-    assert!(channel(load_through(|messages| messages[1] = message("null"))).all(|ranks| ranks == [1]));
-    assert!(channel(load_through(|messages| messages[2] = message("{\"Ready\":{}}"))).all(|ranks| ranks == [2]));
+    let channel = |spoil: fn(&mut Vec<Message>)| register_through(spoil).into_iter().map(|error| error.ranks);
+    assert!(channel(|messages| messages.truncate(1)).all(|ranks| ranks == [1, 2]));
+    assert!(channel(Vec::clear).all(|ranks| ranks == [0, 1, 2]));
+    assert!(channel(|messages| messages.push(messages[0])).all(|ranks| ranks.is_empty()));
+    assert!(channel(|messages| messages[1] = message("null")).all(|ranks| ranks == [1]));
+    assert!(channel(|messages| messages[2] = message("{\"Ready\":{}}")).all(|ranks| ranks == [2]));
 }
 
 proptest! {
@@ -171,8 +153,8 @@ proptest! {
     fn any_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 1..200), rank in 0..3_usize) {
         let mut all = [0; Message::BYTES];
         all[..bytes.len()].copy_from_slice(&bytes);
-        for error in load_through(|messages| messages[rank] = Message::from_bytes(all)) {
-            prop_assert!(matches!(&error, GroupError::Channel(error) if error.ranks == [rank]), "{}", error);
+        for error in register_through(|messages| messages[rank] = Message::from_bytes(all)) {
+            prop_assert_eq!(error.ranks, [rank]);
         }
     }
 }

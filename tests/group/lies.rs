@@ -14,7 +14,7 @@ use aril::{
     adapter::{Adapter, AdapterError},
     cpu::Tiers,
     error::LoadError,
-    group::{ChannelError, Group, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
+    group::{ChannelError, GroupError, GroupPool, InProcess, Message, Phase, Ranks},
     model::TpRank,
     pool::{AdapterId, Lease, PoolError, Source, StreamId, Version},
 };
@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use crate::{
     common::adapters,
     pool::{LIMIT, Pool, STREAM, acquire, group_error, prepare, release, source},
-    world::{NEVER, World, each, each_group, refused},
+    world::{NEVER, World, each, refused},
 };
 
 /// The other rank of two says what this one does, but for what a function changes.
@@ -259,55 +259,6 @@ fn a_channel_that_panics_ends_the_group() {
     is_over(&world, &mut pool, load.id(), is_it);
 }
 
-/// As the channel of a table's group.
-#[test]
-fn a_channel_that_panics_tears_a_commit() {
-    let world = World::new(1);
-    let table = world.serving().remove(0);
-    let new = world.adapter(|_| 9.0);
-    /// Panics at the n-th exchange.
-    struct Once(usize);
-    impl Ranks for Once {
-        fn tp(&self) -> TpRank {
-            TpRank::SINGLE
-        }
-
-        fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
-            assert!(self.0 > 0, "on purpose");
-            self.0 -= 1;
-            Ok(vec![*message])
-        }
-    }
-    let slot = 1;
-    for exchanges in 0..3 {
-        let mut group = Group::new(Once(exchanges), table.clone()).unwrap();
-        let loaded = group.load(slot, 1, || Ok(&new));
-        match (exchanges, &loaded) {
-            (0, Err(GroupError::Channel(_))) => assert_eq!(world.delta(&table, slot), 7.0),
-            (1, Err(GroupError::Torn { channel: Some(_), not_emptied: None, .. })) => {
-                assert_eq!(world.delta(&table, slot), 0.0);
-            }
-            (2, Ok(_)) => assert_eq!(world.delta(&table, slot), 9.0),
-            _ => panic!("{exchanges}: {loaded:?}"),
-        }
-        if exchanges < 2 {
-            assert!(matches!(group.free_slot(), Err(GroupError::Channel(_))));
-            assert!(matches!(group.prepare(slot, 1, || Ok(&new)).map(drop), Err(GroupError::Channel(_))));
-        }
-    }
-}
-
-/// A rank that names a slot below the one that all were asked from would be asked for ever.
-#[test]
-fn a_slot_below_the_one_asked_for_ends_the_group() {
-    let world = World::new(2);
-    let table = world.table(0, 2);
-    crate::world::load(&table, 0, &world.adapter(|_| 7.0));
-    let mut group = Group::new(Told(|said: &mut Value| *said = json!({ "Free": 0 })), table).unwrap();
-    let error = group.free_slot().unwrap_err();
-    assert!(matches!(&error, GroupError::Channel(error) if error.ranks == [1]), "{error}");
-}
-
 /// An adapter that adds `value`, written to a folder, as the source of a rank.
 fn in_directory(world: &World, rank: usize, folder: &tempfile::TempDir, value: f32) -> Source {
     adapters::write(folder.path(), &world.parts(|_| value));
@@ -347,36 +298,6 @@ fn ranks_that_register_different_adapters_load_none() {
             let lease = acquire(&mut pool, same).unwrap();
             assert_eq!(world.delta_of(&pool, lease.slot()), Ok(3.0));
             assert_eq!(pool.snapshot().counters.failures, 4);
-        });
-    }
-}
-
-/// Each rank commits another one of two prepared adapters, or to another slot. Both hear of it, and neither keeps it.
-#[test]
-fn ranks_that_commit_different_adapters_keep_none() {
-    let world = World::new(2);
-    // The slots and fingerprints that each rank prepares, of which each commits another.
-    for prepared in [[(0, 1), (1, 2)], [(0, 1), (0, 2)], [(0, 1), (1, 1)]] {
-        let tables: Vec<_> = (0..2).map(|rank| world.table(rank, 2)).collect();
-        let adapters = [1.0, 1000.0].map(|value| world.adapter(|_| value));
-        each_group(&tables, |rank, mut group| {
-            let [first, second] = [0, 1].map(|index| {
-                let (slot, fingerprint): (usize, u64) = prepared[index];
-                group.prepare(slot, fingerprint, || Ok(&adapters[index])).unwrap()
-            });
-            let (mine, other) = if rank == 0 { (first, second) } else { (second, first) };
-            let slot = mine.slot();
-            let error = group.commit(mine).unwrap_err();
-            drop(other);
-            let (at, fingerprint) = prepared[1 - rank];
-            let reason = format!("it has committed the adapter with fingerprint {fingerprint} to slot {at}");
-            assert!(error.to_string().contains(&reason), "{error}");
-            let GroupError::Torn { failures, channel: None, not_emptied: None, .. } = error else { panic!("{error}") };
-            assert_eq!(failures.iter().map(|failure| failure.rank).collect::<Vec<_>>(), [1 - rank]);
-            assert_eq!((group.table().loaded().len(), group.table().usage().used), (0, 0));
-            assert_eq!(world.delta(group.table(), slot), 0.0);
-            // All ranks can use the group again.
-            group.load(0, 3, || Ok(&adapters[0])).unwrap();
         });
     }
 }

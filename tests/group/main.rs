@@ -4,11 +4,10 @@
 //!
 //! | mistake | test |
 //! |---|---|
-//! | one rank loads, another fails, and the group computes with both or hangs | `faults::*`, `refusals::*` |
-//! | ranks choose different slots | `refusals::slots_and_fingerprints_that_differ`, `slots::*` |
+//! | one rank loads, another fails, and the group computes with both or hangs | `pool::an_adapter_that_one_rank_*` |
+//! | ranks choose different slots | `pool::all_ranks_decide_the_same` |
 //! | ranks evict different adapters, or one evicts what another's requests use | `pool::*` |
-//! | a failed reload leaves no adapter | `faults::all_or_nothing` |
-//! | a dead rank blocks the others for ever | `channel::*` |
+//! | a dead rank blocks the others for ever | `channel::*`, `pool::a_rank_that_*` |
 //! | ranks serve different adapters under one name | `lies::ranks_that_*` |
 //! | what a message says decides where memory is written | `lies::*` |
 #![allow(
@@ -21,12 +20,8 @@
 mod channel;
 #[path = "../common/mod.rs"]
 mod common;
-mod faults;
 mod lies;
 #[path = "../common/limit.rs"]
 mod limit;
 mod pool;
-mod refusals;
-mod slots;
-mod sockets;
 mod world;

@@ -5,9 +5,9 @@ use std::{panic, thread, time::Duration};
 use aril::{
     DType, Slot,
     adapter::Adapter,
-    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Step, Tiers, WeightTable, Workspace},
+    cpu::{AdapterPool, LoraLinear, Matrix, MatrixMut, Tiers, Workspace},
     error::OperandError,
-    group::{Group, GroupError, GroupPool, InProcess, Phase, Ranks, Table},
+    group::{GroupError, GroupPool, Phase, Ranks},
     model::{Linear, LinearId, Model, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     pool::{PoolConfig, StreamId},
@@ -42,21 +42,16 @@ impl World {
 
     /// An adapter that adds `values` to the outputs of the ranks.
     pub(crate) fn adapter(&self, values: impl Fn(usize) -> f32) -> Adapter {
-        self.adapter_of(self.size * OUTPUTS, values)
-    }
-
-    /// The same with another number of outputs.
-    pub(crate) fn adapter_of(&self, outputs: usize, values: impl Fn(usize) -> f32) -> Adapter {
-        adapters::adapter(&[Self::module(outputs, values)])
+        adapters::adapter(&[self.module(values)])
     }
 
     /// The configuration and the tensors of an adapter that adds `values` to the outputs of the ranks.
     pub(crate) fn parts(&self, values: impl Fn(usize) -> f32) -> Parts {
-        adapters::parts(1.0, &[Self::module(self.size * OUTPUTS, values)])
+        adapters::parts(1.0, &[self.module(values)])
     }
 
-    fn module(outputs: usize, values: impl Fn(usize) -> f32) -> Lora {
-        Lora::linear("m.q", INPUTS, outputs, 1).of_rows(|output| values(output / OUTPUTS) / INPUTS as f32)
+    fn module(&self, values: impl Fn(usize) -> f32) -> Lora {
+        Lora::linear("m.q", INPUTS, self.size * OUTPUTS, 1).of_rows(|output| values(output / OUTPUTS) / INPUTS as f32)
     }
 
     /// The part of a rank.
@@ -95,43 +90,17 @@ impl World {
         AdapterPool::new(&self.model(rank), DType::F32, capacity, config).unwrap()
     }
 
-    /// A table of a rank, of two slots, with room for `adapters` adapters.
-    pub(crate) fn table(&self, rank: usize, adapters: usize) -> WeightTable {
-        let bytes = adapters * self.adapter_bytes(rank);
-        WeightTable::new(&self.model(rank), DType::F32, Capacity::tokens(1).slots(2).rank(MAX_RANK), bytes).unwrap()
-    }
-
-    /// Tables of all ranks with room for two adapters. Slot 1 has one that adds 7.
-    pub(crate) fn serving(&self) -> Vec<WeightTable> {
-        let tables = (0..self.size).map(|rank| self.table(rank, 2));
-        let old = self.adapter(|_| 7.0);
-        tables.inspect(|table| _ = load(table, 1, &old)).collect()
-    }
-
-    /// What a rank's table adds to each output with the adapter of a slot.
-    pub(crate) fn delta(&self, table: &WeightTable, slot: usize) -> f32 {
-        let (slots, mut workspace) = ([table.get(slot).map_or(Slot::BASE, |info| info.slot)], Workspace::default());
-        self.added(table, &mut table.step(&Batch::new(&slots), &mut workspace).unwrap())
-    }
-
     /// What a rank's pool adds to each output with the adapter of a slot, or why it refuses the step.
     pub(crate) fn delta_of<R: Ranks>(&self, pool: &GroupPool<R, Tiers>, slot: Slot) -> Result<f32, OperandError> {
         let (slots, mut workspace) = ([slot], Workspace::default());
         let weights = pool.weights(StreamId::FIRST).unwrap();
-        Ok(self.added(weights, &mut pool.step(StreamId::FIRST, &Batch::new(&slots), &mut workspace)?))
-    }
-
-    fn added(&self, table: &WeightTable, step: &mut Step<'_>) -> f32 {
+        let mut step = pool.step(StreamId::FIRST, &Batch::new(&slots), &mut workspace)?;
         let (x, mut y) = ([1.0_f32; INPUTS], [0.0; OUTPUTS]);
         let (x, y_matrix) = (Matrix::new(&x, 1, INPUTS).unwrap(), MatrixMut::new(&mut y, 1, OUTPUTS).unwrap());
-        LoraLinear::new(table, self.id).unwrap().add_delta(step, x, y_matrix).unwrap();
+        LoraLinear::new(weights, self.id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
         assert_eq!(y, [y[0]; OUTPUTS]);
-        y[0]
+        Ok(y[0])
     }
-}
-
-pub(crate) fn load(table: &WeightTable, slot: usize, adapter: &Adapter) -> Slot {
-    table.load(slot, &adapter.plan(table.model(), DType::F32).unwrap()).unwrap()
 }
 
 /// Runs each rank on a thread of its own. A panic of one is passed on. Ranks that wait for one another for ever end the tests.
@@ -141,16 +110,6 @@ pub(crate) fn each<R: Ranks + Send, O: Send>(ranks: Vec<R>, run: impl Fn(usize, 
         let run = &run;
         let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || run(rank.tp().rank(), rank))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| panic::resume_unwind(panic))).collect()
-    })
-}
-
-/// Runs each rank of an in-process group with its table.
-pub(crate) fn each_group<T: Table + Clone + Sync + Send, O: Send>(
-    tables: &[T],
-    run: impl Fn(usize, Group<InProcess, T>) -> O + Sync,
-) -> Vec<O> {
-    each(InProcess::group(tables.len(), NEVER), |rank, ranks| {
-        run(rank, Group::new(ranks, tables[rank].clone()).unwrap())
     })
 }
 

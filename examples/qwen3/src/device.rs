@@ -12,7 +12,7 @@ use std::{borrow::Cow, ops::Range};
 use aril::{
     Element, Slot,
     adapter::SlotImage,
-    group::{GroupPool, Table},
+    group::GroupPool,
     model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::{AdapterPool, Backend, PoolConfig, Source},
@@ -195,7 +195,7 @@ pub trait Device: Sized + 'static {
     // ---- Multi-LoRA: the library's types and operations, under its names.
 
     /// `aril::{cpu, cuda}::WeightTable`.
-    type Adapters: Table + Clone;
+    type Adapters: Clone;
     /// `aril::{cpu, cuda}::Tiers`, of a pool.
     type Tiers: Backend<Source = Source, Weights = Self::Adapters> + 'static;
     /// `aril::{cpu, cuda}::LoraLinear`, or `FullyShardedLinear` with what the ranks exchange between its halves.

@@ -5,7 +5,6 @@ use std::{borrow::Cow, cell::RefCell, ops::Range, sync::Arc};
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
-    group::Group,
     model::{self, EmbeddingId, ExpertsId, ExpertsSite, LinearId, LinearSite, ModelSpec, Parallel, Shard, TpRank},
     plan::{Capacity, RouteCapacity},
 };
@@ -245,12 +244,12 @@ impl<D: Device> Model<'_, D> {
     }
 }
 
-/// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. All ranks load each of
-/// them, or none.
+/// A table with these adapters, and the slot of each, for steps of at most `tokens` tokens. A rank that cannot load one
+/// ends its group.
 ///
 /// # Errors
 ///
-/// If an adapter does not fit the model, has no room, or cannot be loaded by another rank.
+/// If an adapter does not fit the model, or cannot be loaded.
 pub fn load<D: Device>(
     device: &D,
     model: &model::Model,
@@ -264,16 +263,11 @@ pub fn load<D: Device>(
     let images = images.collect::<Result<Vec<_>>>()?;
     let capacity = capacity(tokens, images.iter().map(SlotImage::max_rank), rank)?;
     let table = device.adapters(model, capacity, D::arena_bytes(&images))?;
-    let mut group = Group::new(rank.clone(), table.clone())?;
-    let mut slots = Vec::new();
-    for (index, ((name, adapter), image)) in adapters.iter().zip(&images).enumerate() {
-        let loaded = if device.tp().size() == 1 {
-            device.load(&table, index, image, progress(name, image.bytes()))
-        } else {
-            group.load(index, index as u64, || Ok(&**adapter)).map_err(Into::into)
-        };
-        slots.push(loaded.context(format_args!("adapter `{name}`"))?);
-    }
+    let load = |(index, ((name, _), image)): (usize, (&(String, _), &SlotImage<'_>))| {
+        let loaded = device.load(&table, index, image, progress(name, image.bytes()));
+        loaded.context(format_args!("adapter `{name}`"))
+    };
+    let slots = adapters.iter().zip(&images).enumerate().map(load).collect::<Result<_>>()?;
     Ok((table, slots))
 }
 
