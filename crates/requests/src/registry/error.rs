@@ -67,27 +67,13 @@ pub enum RegistryError {
         /// The name given.
         name: Arc<str>,
     },
-    /// The name is an alias, and an adapter's own name is needed; or the alias exists, and is not to be replaced.
-    #[error("\"{}\" is an alias of \"{}\"", Escaped(alias), Escaped(target))]
-    Alias {
-        /// The name given.
-        alias: Arc<str>,
-        /// The adapter that it stands for.
-        target: Arc<str>,
-    },
-    /// The name is an adapter's own, and an alias is needed.
-    #[error("\"{}\" is the name of an adapter, not an alias", Escaped(name))]
-    NotAlias {
-        /// The name given.
-        name: Arc<str>,
-    },
     /// The name was unloaded while its adapter was being loaded.
     #[error("\"{}\" was unloaded while its adapter was being loaded", Escaped(name))]
     Unloaded {
         /// The name given.
         name: Arc<str>,
     },
-    /// The version is served under a name already. Another name for it is an alias.
+    /// The version is served under a name already.
     #[error("{id} is served as \"{}\" already", Escaped(name))]
     Id {
         /// The version given.

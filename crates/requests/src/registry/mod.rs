@@ -27,7 +27,7 @@
 //!
 //! # Names
 //!
-//! Names are compared byte for byte. A name of an adapter, or an alias,
+//! Names are compared byte for byte. A name of an adapter
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
 //! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
@@ -162,7 +162,7 @@ impl Served {
     }
 }
 
-/// What [`Registry::begin_load`] and [`Registry::alias`] do with a name that is in use.
+/// What [`Registry::begin_load`] does with a name that is in use.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[doc(alias = "load_inplace")]
 pub enum OnDuplicate {
@@ -183,8 +183,6 @@ pub struct Listed {
     pub name: Arc<str>,
     /// The version that it stands for.
     pub id: AdapterId,
-    /// Its aliases, sorted.
-    pub aliases: Vec<Arc<str>>,
 }
 
 /// What [`Registry::unload`] removed.
@@ -194,8 +192,6 @@ pub struct Listed {
 pub struct Unloaded<V> {
     /// The version that was served; `None` if the name's first load had not finished.
     pub version: Option<V>,
-    /// The aliases that went with the name, sorted.
-    pub aliases: Vec<Arc<str>>,
 }
 
 /// What [`PendingLoad::serve`] replaced.
@@ -250,7 +246,7 @@ impl<V: Version> Registry<V> {
     ///
     /// # Errors
     /// - [`RegistryError::Name`] if the name breaks a [rule](self#names).
-    /// - [`RegistryError::Base`] if it is the base model's, and [`RegistryError::Alias`] if it is an alias.
+    /// - [`RegistryError::Base`] if it is the base model's.
     /// - [`RegistryError::Loading`] if another caller loads an adapter under it.
     /// - [`RegistryError::Loaded`] if an adapter has it, with [`OnDuplicate::Refuse`].
     /// - [`RegistryError::OtherVersion`] if it does not stand for the version of [`OnDuplicate::ReplaceVersion`].
@@ -261,36 +257,13 @@ impl<V: Version> Registry<V> {
         Ok(PendingLoad { registry: self.clone(), name, ticket })
     }
 
-    /// Removes an adapter's name and its aliases at once, and cancels a load in progress.
+    /// Removes an adapter's name at once, and cancels a load in progress.
     ///
     /// # Errors
-    /// [`RegistryError::Unknown`], [`RegistryError::Base`], or [`RegistryError::Alias`], which leaves both names.
+    /// [`RegistryError::Unknown`] or [`RegistryError::Base`].
     #[doc(alias = "unload_lora_adapter")]
     pub fn unload(&self, name: &str) -> Result<Unloaded<V>, RegistryError> {
         self.write().unload(name)
-    }
-
-    /// Lets requests for `alias` run on the adapter named `target`: on each of its versions, until it is unloaded.
-    ///
-    /// # Errors
-    /// - [`RegistryError::Name`], [`RegistryError::Base`], [`RegistryError::Loaded`] or [`RegistryError::Loading`] if
-    ///   `alias` breaks a [rule](self#names) or is a name of something else.
-    /// - [`RegistryError::Alias`] if `alias` is an alias, with [`OnDuplicate::Refuse`], or if `target` is one.
-    /// - [`RegistryError::OtherVersion`] if `alias` does not stand for the version of [`OnDuplicate::ReplaceVersion`].
-    /// - [`RegistryError::Unknown`], [`RegistryError::Base`] or [`RegistryError::Loading`] if no adapter is served as
-    ///   `target`.
-    pub fn alias(&self, alias: &str, target: &str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
-        check(alias)?;
-        self.write().alias(alias, target, on_duplicate)
-    }
-
-    /// Removes an alias. Its adapter stays.
-    ///
-    /// # Errors
-    /// [`RegistryError::Unknown`], [`RegistryError::Base`], or [`RegistryError::NotAlias`] if it is an adapter's own
-    /// name.
-    pub fn remove_alias(&self, alias: &str) -> Result<(), RegistryError> {
-        self.write().remove_alias(alias)
     }
 
     /// What a request for this name runs on.

@@ -30,7 +30,7 @@ pub enum NameError {
     Parent,
 }
 
-/// Checks a name of an adapter or an alias.
+/// Checks a name of an adapter.
 pub(super) fn check(name: &str) -> Result<(), RegistryError> {
     broken_rule(name).map_or(Ok(()), |reason| Err(RegistryError::Name { name: name.into(), reason }))
 }

@@ -20,12 +20,11 @@ pub(super) struct Names<V> {
     last_ticket: u64,
 }
 
+/// A name that is served, being loaded, or both.
 #[derive(Debug)]
-enum Entry<V> {
-    /// A name of its own. It is served, being loaded, or both.
-    Adapter { served: Option<V>, loading: Option<Ticket>, aliases: BTreeSet<Arc<str>> },
-    /// An alias of an adapter that is served.
-    Alias(Arc<str>),
+struct Entry<V> {
+    served: Option<V>,
+    loading: Option<Ticket>,
 }
 
 impl<V: Version> Names<V> {
@@ -41,12 +40,11 @@ impl<V: Version> Names<V> {
         self.not_base(name)?;
         let ticket = Ticket(self.last_ticket + 1);
         let name = match self.entries.get_mut(name) {
-            Some(Entry::Alias(target)) => return Err(alias_of(name, target)),
-            Some(Entry::Adapter { loading: Some(_), .. }) => return Err(RegistryError::Loading { name: name.into() }),
-            Some(Entry::Adapter { .. }) if on_duplicate == OnDuplicate::Refuse => {
+            Some(Entry { loading: Some(_), .. }) => return Err(RegistryError::Loading { name: name.into() }),
+            Some(_) if on_duplicate == OnDuplicate::Refuse => {
                 return Err(RegistryError::Loaded { name: name.into() });
             }
-            Some(Entry::Adapter { served, loading, .. }) => {
+            Some(Entry { served, loading }) => {
                 on_duplicate.check(name, served.as_ref().map(V::id))?;
                 *loading = Some(ticket);
                 name.into()
@@ -54,8 +52,7 @@ impl<V: Version> Names<V> {
             None => {
                 on_duplicate.check(name, None)?;
                 let name: Arc<str> = name.into();
-                let entry = Entry::Adapter { served: None, loading: Some(ticket), aliases: BTreeSet::new() };
-                self.entries.insert(name.clone(), entry);
+                self.entries.insert(name.clone(), Entry { served: None, loading: Some(ticket) });
                 name
             }
         };
@@ -70,12 +67,10 @@ impl<V: Version> Names<V> {
         ticket: Ticket,
         id: AdapterId,
     ) -> Result<&mut Option<V>, RegistryError> {
-        let Some(Entry::Adapter { served, loading, .. }) = self.entries.get_mut(name) else {
+        let entry = self.entries.get_mut(name).filter(|entry| entry.loading == Some(ticket));
+        let Some(Entry { served, loading }) = entry else {
             return Err(RegistryError::Unloaded { name: name.clone() });
         };
-        if *loading != Some(ticket) {
-            return Err(RegistryError::Unloaded { name: name.clone() });
-        }
         if let Some(owner) = self.owners.get(&id) {
             return Err(RegistryError::Id { id, name: owner.clone() });
         }
@@ -89,10 +84,8 @@ impl<V: Version> Names<V> {
 
     /// Ends a load whose version is not served. After `serve`, or an unload, it does nothing.
     pub(super) fn release(&mut self, name: &str, ticket: Ticket) {
-        let Some(Entry::Adapter { served, loading, .. }) = self.entries.get_mut(name) else { return };
-        if *loading != Some(ticket) {
-            return;
-        }
+        let entry = self.entries.get_mut(name).filter(|entry| entry.loading == Some(ticket));
+        let Some(Entry { served, loading }) = entry else { return };
         *loading = None;
         if served.is_none() {
             self.entries.remove(name);
@@ -101,83 +94,26 @@ impl<V: Version> Names<V> {
 
     pub(super) fn unload(&mut self, name: &str) -> Result<Unloaded<V>, RegistryError> {
         self.not_base(name)?;
-        if let Entry::Alias(target) = self.entry(name)? {
-            return Err(alias_of(name, target));
-        }
-        let Some(Entry::Adapter { served, aliases, .. }) = self.entries.remove(name) else { return Err(unknown(name)) };
-        for alias in &aliases {
-            self.entries.remove(alias);
-        }
+        let Entry { served, .. } = self.entries.remove(name).ok_or_else(|| unknown(name))?;
         if let Some(version) = &served {
             self.owners.remove(&version.id());
         }
-        Ok(Unloaded { version: served, aliases: aliases.into_iter().collect() })
-    }
-
-    pub(super) fn alias(&mut self, alias: &str, target: &str, on_duplicate: OnDuplicate) -> Result<(), RegistryError> {
-        self.not_base(alias)?;
-        let old = match self.entries.get(alias) {
-            Some(Entry::Adapter { served: Some(_), .. }) => return Err(RegistryError::Loaded { name: alias.into() }),
-            Some(Entry::Adapter { .. }) => return Err(RegistryError::Loading { name: alias.into() }),
-            Some(Entry::Alias(old)) if on_duplicate == OnDuplicate::Refuse => return Err(alias_of(alias, old)),
-            Some(Entry::Alias(old)) => Some(old.clone()),
-            None => None,
-        };
-        let version_of = |old: &Arc<str>| match self.entries.get(old) {
-            Some(Entry::Adapter { served, .. }) => served.as_ref().map(V::id),
-            _ => None,
-        };
-        on_duplicate.check(alias, old.as_ref().and_then(version_of))?;
-        self.not_base(target)?;
-        match self.entry(target)? {
-            Entry::Alias(target_of) => return Err(alias_of(target, target_of)),
-            Entry::Adapter { served: None, .. } => return Err(RegistryError::Loading { name: target.into() }),
-            Entry::Adapter { .. } => {}
-        }
-        if let Some(Entry::Adapter { aliases, .. }) = old.and_then(|old| self.entries.get_mut(&old)) {
-            aliases.remove(alias);
-        }
-        let (alias, target): (Arc<str>, Arc<str>) = (alias.into(), target.into());
-        if let Some(Entry::Adapter { aliases, .. }) = self.entries.get_mut(&target) {
-            aliases.insert(alias.clone());
-        }
-        self.entries.insert(alias, Entry::Alias(target));
-        Ok(())
-    }
-
-    pub(super) fn remove_alias(&mut self, alias: &str) -> Result<(), RegistryError> {
-        self.not_base(alias)?;
-        let Entry::Alias(target) = self.entry(alias)? else {
-            return Err(RegistryError::NotAlias { name: alias.into() });
-        };
-        let target = target.clone();
-        if let Some(Entry::Adapter { aliases, .. }) = self.entries.get_mut(&target) {
-            aliases.remove(alias);
-        }
-        self.entries.remove(alias);
-        Ok(())
+        Ok(Unloaded { version: served })
     }
 
     pub(super) fn resolve(&self, name: &str) -> Result<Served, RegistryError> {
         if self.base.contains(name) {
             return Ok(Served::Base);
         }
-        let entry = match self.entry(name)? {
-            Entry::Alias(target) => self.entry(target)?,
-            own => own,
-        };
-        match entry {
-            Entry::Adapter { served: Some(version), .. } => Ok(Served::Adapter(version.id())),
+        match self.entries.get(name).ok_or_else(|| unknown(name))? {
+            Entry { served: Some(version), .. } => Ok(Served::Adapter(version.id())),
             _ => Err(RegistryError::Loading { name: name.into() }),
         }
     }
 
     pub(super) fn list(&self) -> Vec<Listed> {
-        let listed = |(name, entry): (&Arc<str>, &Entry<V>)| match entry {
-            Entry::Adapter { served: Some(version), aliases, .. } => {
-                Some(Listed { name: name.clone(), id: version.id(), aliases: aliases.iter().cloned().collect() })
-            }
-            _ => None,
+        let listed = |(name, entry): (&Arc<str>, &Entry<V>)| {
+            Some(Listed { name: name.clone(), id: entry.served.as_ref()?.id() })
         };
         self.entries.iter().filter_map(listed).collect()
     }
@@ -188,10 +124,6 @@ impl<V: Version> Names<V> {
 
     pub(super) fn name_of(&self, id: AdapterId) -> Option<Arc<str>> {
         self.owners.get(&id).cloned()
-    }
-
-    fn entry(&self, name: &str) -> Result<&Entry<V>, RegistryError> {
-        self.entries.get(name).ok_or_else(|| unknown(name))
     }
 
     fn not_base(&self, name: &str) -> Result<(), RegistryError> {
@@ -213,8 +145,4 @@ impl OnDuplicate {
             _ => Ok(()),
         }
     }
-}
-
-fn alias_of(alias: &str, target: &Arc<str>) -> RegistryError {
-    RegistryError::Alias { alias: alias.into(), target: target.clone() }
 }

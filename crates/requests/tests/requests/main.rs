@@ -38,7 +38,6 @@ const FEATURES: usize = 8;
 const STREAM: StreamId = StreamId::FIRST;
 const BASE: &str = "base";
 const NAMES: [&str; 6] = ["a", "b", "c", "d", "e", "f"];
-const ALIAS: &str = "prod";
 /// Slots of the pool, adapters of a batch, and its requests.
 const SLOTS: usize = 3;
 const MAX_ADAPTERS: usize = 2;
@@ -233,15 +232,10 @@ fn every_request_runs_on_its_own_version_or_is_refused() {
         match rng.random_range(0..100) {
             0..3 => engine.load(NAMES[rng.random_range(0..NAMES.len())]),
             3 => engine.unload(NAMES[rng.random_range(0..NAMES.len())]),
-            4 => {
-                let target = NAMES[rng.random_range(0..NAMES.len())];
-                // The target may be unloaded.
-                let _ = engine.registry.alias(ALIAS, target, OnDuplicate::Replace);
-            }
             _ => {}
         }
         if rng.random_range(0..3) == 0 {
-            let names = [&NAMES[..], &[ALIAS, BASE]].concat();
+            let names = [&NAMES[..], &[BASE]].concat();
             engine.arrive(names[rng.random_range(0..names.len())], rng.random_range(1..8));
         }
         engine.admit();

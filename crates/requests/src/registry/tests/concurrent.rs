@@ -47,29 +47,26 @@ fn is_explained(model: &Model, events: &[Event]) -> bool {
 
 fn any_call(caller: usize, is_held: bool) -> Call {
     let mut rng = thread_rng();
-    let [name, target] = [(); 2].map(|()| NAMES[rng.gen_range(0..NAMES.len())]);
+    let name = NAMES[rng.gen_range(0..NAMES.len())];
     let on_duplicate = if rng.r#gen() { Refuse } else { Replace };
-    match rng.gen_range(0..10) {
+    match rng.gen_range(0..7) {
         0..3 if is_held => Call::Serve { caller, id: AdapterId::unique() },
         3 if is_held => Call::Release { caller },
         0..4 => Call::Begin { caller, name, on_duplicate },
         4 => Call::Unload { name },
-        5 | 6 => Call::Alias { alias: name, target, on_duplicate },
-        7 => Call::RemoveAlias { alias: name },
-        8 => Call::Resolve { name },
+        5 => Call::Resolve { name },
         _ => Call::List,
     }
 }
 
-/// Loads two adapters and gives one of them an alias.
+/// Loads two adapters.
 fn served(registry: &Registry, model: &mut Model) {
     let load = |name| {
         let begin_load = Call::Begin { caller: 0, name, on_duplicate: Refuse };
         [begin_load, Call::Serve { caller: 0, id: AdapterId::unique() }]
     };
-    let alias = Call::Alias { alias: "c", target: "a", on_duplicate: Refuse };
     let mut held = None;
-    for call in load("a").into_iter().chain(load("b")).chain([alias]) {
+    for call in load("a").into_iter().chain(load("b")) {
         assert_eq!(run(registry, &mut held, &call), model.apply(&call));
     }
 }
@@ -117,7 +114,7 @@ fn calls_of_several_threads_take_effect_in_one_order() {
 fn a_history_without_an_order_is_found() {
     let id = AdapterId::unique();
     let event = |call, outcome, begin| Event { call, outcome, begin, end: begin + 1 };
-    let unloaded = Ok(super::Unloaded { version: Some(id), aliases: vec![] });
+    let unloaded = Ok(super::Unloaded { version: Some(id) });
     let mut events = vec![
         event(Call::Begin { caller: 0, name: "a", on_duplicate: Refuse }, Outcome::Done(Ok(())), 0),
         event(Call::Serve { caller: 0, id }, Outcome::Replaced(Ok(None)), 2),

@@ -44,10 +44,6 @@ fn loaded(name: &str) -> RegistryError {
     RegistryError::Loaded { name: name.into() }
 }
 
-fn alias(alias: &str, target: &str) -> RegistryError {
-    RegistryError::Alias { alias: alias.into(), target: target.into() }
-}
-
 #[test]
 fn one_of_two_who_replace_the_same_version_does() {
     alone(|| {
@@ -86,7 +82,7 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(second)));
         assert_eq!((registry.name_of(first), registry.name_of(second).as_deref()), (None, Some("org/pirate")));
 
-        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { version: Some(second), aliases: vec![] }));
+        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { version: Some(second) }));
         assert_eq!(registry.resolve("org/pirate"), Err(of("org/pirate")), "never the base model");
         assert_eq!(registry.name_of(second), None);
         assert_eq!(registry.unload("org/pirate"), Err(of("org/pirate")));
@@ -110,9 +106,6 @@ fn the_base_model_keeps_its_names() {
         assert_eq!((served.adapter(), served.cache_namespace()), (Some(id), id.cache_namespace()));
         assert_eq!(registry.begin_load("default", Replace).err(), Some(base("default")));
         assert_eq!(registry.unload("default"), Err(base("default")));
-        assert_eq!(registry.alias("default", "a", Replace), Err(base("default")));
-        assert_eq!(registry.alias("b", "default", Replace), Err(base("default")));
-        assert_eq!(registry.remove_alias("default"), Err(base("default")));
     });
 }
 
@@ -133,14 +126,12 @@ fn a_version_has_one_name() {
 fn names_are_checked() {
     alone(|| {
         let registry = Registry::new(["base"]);
-        load(&registry, "target");
         let longest = "é".repeat(MAX_NAME_BYTES / 2);
         let paths =
             ["org/a", "/etc/passwd", "a/", "a//b", ".", "./a", "a/./b", "~/a", "/", "s3://bucket/a", "file:///a"];
         for name in ["a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()].into_iter().chain(paths)
         {
             assert!(registry.begin_load(name, Refuse).is_ok(), "{name}");
-            assert_eq!(registry.alias(name, "target", Refuse), Ok(()), "{name}");
             let below = Path::new("/folder").join(name.trim_start_matches('/'));
             let mut parts = below.components();
             assert!(below.starts_with("/folder") && parts.all(|part| part != Component::ParentDir), "{name}");
@@ -167,7 +158,6 @@ fn names_are_checked() {
         ] {
             let error = RegistryError::Name { name: name.into(), reason };
             assert_eq!(registry.begin_load(name, Replace).err(), Some(error.clone()), "{name:?}");
-            assert_eq!(registry.alias(name, "target", Replace), Err(error.clone()), "{name:?}");
             assert_eq!(registry.resolve(name), Err(of(name)), "{name:?}");
             let message = error.to_string();
             assert!(!message.chars().any(char::is_control) && message.len() < 300, "{message:?}");
@@ -188,8 +178,6 @@ fn errors_name_what_they_are_about() {
         (base("qwen3"), r#""qwen3" is a name of the base model"#.to_owned()),
         (loaded("a"), r#"an adapter named "a" is loaded already; unload it first, or replace it in place"#.to_owned()),
         (loading("a"), r#"an adapter named "a" is being loaded"#.to_owned()),
-        (alias("prod", "a"), r#""prod" is an alias of "a""#.to_owned()),
-        (RegistryError::NotAlias { name: name("a") }, r#""a" is the name of an adapter, not an alias"#.to_owned()),
         (
             RegistryError::Unloaded { name: name("a") },
             r#""a" was unloaded while its adapter was being loaded"#.to_owned(),

@@ -14,8 +14,6 @@ pub(super) enum Call {
     Serve { caller: usize, id: AdapterId },
     Release { caller: usize },
     Unload { name: &'static str },
-    Alias { alias: &'static str, target: &'static str, on_duplicate: OnDuplicate },
-    RemoveAlias { alias: &'static str },
     Resolve { name: &'static str },
     List,
 }
@@ -31,7 +29,7 @@ pub(super) enum Outcome {
 }
 
 pub(super) const BASE: &str = "base";
-/// Names and aliases of adapters, the base model's, and one that breaks the rules.
+/// Names of adapters, the base model's, and one that breaks the rules.
 pub(super) const NAMES: [&str; 6] = ["a", "b", "c", "d", BASE, "../x"];
 
 /// The facts that calls establish, in the order in which they were established.
@@ -39,7 +37,6 @@ pub(super) const NAMES: [&str; 6] = ["a", "b", "c", "d", BASE, "../x"];
 pub(super) struct Model {
     served: Vec<(&'static str, AdapterId)>,
     loading: Vec<(&'static str, usize)>,
-    aliases: Vec<(&'static str, &'static str)>,
     /// The names under which callers load, whether or not the load was cancelled.
     pending: BTreeMap<usize, &'static str>,
 }
@@ -56,31 +53,16 @@ impl Model {
                 Outcome::Done(Ok(()))
             }
             Call::Unload { name } => Outcome::Unloaded(self.unload(name)),
-            Call::Alias { alias, target, on_duplicate } => Outcome::Done(self.alias(alias, target, on_duplicate)),
-            Call::RemoveAlias { alias } => Outcome::Done(match (alias, self.target(alias), self.is_adapter(alias)) {
-                (BASE, ..) => Err(super::base(alias)),
-                (_, Some(_), _) => {
-                    self.aliases.retain(|&(of, _)| of != alias);
-                    Ok(())
-                }
-                (.., true) => Err(RegistryError::NotAlias { name: alias.into() }),
-                _ => Err(super::of(alias)),
+            Call::Resolve { name } => Outcome::Resolved(match self.id(name) {
+                _ if name == BASE => Ok(Served::Base),
+                Some(id) => Ok(Served::Adapter(id)),
+                None if self.is_loading(name) => Err(super::loading(name)),
+                None => Err(super::of(name)),
             }),
-            Call::Resolve { name } => {
-                let own = self.target(name).unwrap_or(name);
-                Outcome::Resolved(match self.id(own) {
-                    _ if name == BASE => Ok(Served::Base),
-                    Some(id) => Ok(Served::Adapter(id)),
-                    None if self.is_loading(own) => Err(super::loading(name)),
-                    None => Err(super::of(name)),
-                })
-            }
             Call::List => {
                 let mut all: Vec<_> = self.served.clone();
                 all.sort_unstable();
-                let listed =
-                    |(name, id): (&'static str, _)| Listed { name: name.into(), id, aliases: self.aliases(name) };
-                Outcome::Listed(all.into_iter().map(listed).collect())
+                Outcome::Listed(all.into_iter().map(|(name, id)| Listed { name: name.into(), id }).collect())
             }
         }
     }
@@ -92,9 +74,6 @@ impl Model {
         on_duplicate: OnDuplicate,
     ) -> Result<(), RegistryError> {
         allowed(name)?;
-        if let Some(target) = self.target(name) {
-            return Err(super::alias(name, target));
-        }
         if self.is_loading(name) {
             return Err(super::loading(name));
         }
@@ -126,42 +105,13 @@ impl Model {
         if name == BASE {
             return Err(super::base(name));
         }
-        if let Some(target) = self.target(name) {
-            return Err(super::alias(name, target));
-        }
-        if !self.is_adapter(name) {
+        if self.id(name).is_none() && !self.is_loading(name) {
             return Err(super::of(name));
         }
-        let unloaded = Unloaded { version: self.id(name), aliases: self.aliases(name) };
+        let unloaded = Unloaded { version: self.id(name) };
         self.served.retain(|&(of, _)| of != name);
         self.loading.retain(|&(of, _)| of != name);
-        self.aliases.retain(|&(_, target)| target != name);
         Ok(unloaded)
-    }
-
-    fn alias(
-        &mut self,
-        alias: &'static str,
-        target: &'static str,
-        on_duplicate: OnDuplicate,
-    ) -> Result<(), RegistryError> {
-        allowed(alias)?;
-        match self.target(alias) {
-            _ if self.id(alias).is_some() => return Err(super::loaded(alias)),
-            _ if self.is_loading(alias) => return Err(super::loading(alias)),
-            Some(old) if on_duplicate == OnDuplicate::Refuse => return Err(super::alias(alias, old)),
-            old => stands_for(alias, old.and_then(|old| self.id(old)), on_duplicate)?,
-        }
-        match self.target(target) {
-            _ if target == BASE => return Err(super::base(target)),
-            Some(of_target) => return Err(super::alias(target, of_target)),
-            None if self.id(target).is_some() => {}
-            None if self.is_loading(target) => return Err(super::loading(target)),
-            None => return Err(super::of(target)),
-        }
-        self.aliases.retain(|&(of, _)| of != alias);
-        self.aliases.push((alias, target));
-        Ok(())
     }
 
     fn id(&self, name: &str) -> Option<AdapterId> {
@@ -170,21 +120,6 @@ impl Model {
 
     fn is_loading(&self, name: &str) -> bool {
         self.loading.iter().any(|(of, _)| *of == name)
-    }
-
-    fn is_adapter(&self, name: &str) -> bool {
-        self.id(name).is_some() || self.is_loading(name)
-    }
-
-    fn target(&self, alias: &str) -> Option<&'static str> {
-        self.aliases.iter().find(|(of, _)| *of == alias).map(|&(_, target)| target)
-    }
-
-    fn aliases(&self, target: &str) -> Vec<std::sync::Arc<str>> {
-        let mut aliases: Vec<_> =
-            self.aliases.iter().filter(|(_, of)| *of == target).map(|&(alias, _)| alias.into()).collect();
-        aliases.sort_unstable();
-        aliases
     }
 }
 
@@ -221,8 +156,6 @@ pub(super) fn run(registry: &Registry, held: &mut Option<PendingLoad>, call: &Ca
             Outcome::Done(Ok(()))
         }
         Call::Unload { name } => Outcome::Unloaded(registry.unload(name)),
-        Call::Alias { alias, target, on_duplicate } => Outcome::Done(registry.alias(alias, target, on_duplicate)),
-        Call::RemoveAlias { alias } => Outcome::Done(registry.remove_alias(alias)),
         Call::Resolve { name } => Outcome::Resolved(registry.resolve(name)),
         Call::List => Outcome::Listed(registry.list()),
     }
@@ -241,9 +174,6 @@ fn call() -> impl Strategy<Value = Call> {
         4 => caller.clone().prop_map(|caller| Call::Serve { caller, id: AdapterId::unique() }),
         1 => caller.prop_map(|caller| Call::Release { caller }),
         1 => name().prop_map(|name| Call::Unload { name }),
-        2 => (name(), name(), on_duplicate())
-            .prop_map(|(alias, target, on_duplicate)| Call::Alias { alias, target, on_duplicate }),
-        1 => name().prop_map(|alias| Call::RemoveAlias { alias }),
         2 => name().prop_map(|name| Call::Resolve { name }),
         1 => Just(Call::List),
     ]
@@ -261,9 +191,8 @@ proptest! {
             for (number, call) in calls.iter().enumerate() {
                 let mut call = call.clone();
                 let asked = &mut call;
-                if let Call::Begin { name, on_duplicate, .. } | Call::Alias { alias: name, on_duplicate, .. } = asked
-                    && let OnDuplicate::ReplaceVersion(expected) = on_duplicate
-                    && let Some(served) = model.id(model.target(name).unwrap_or(name))
+                if let Call::Begin { name, on_duplicate: OnDuplicate::ReplaceVersion(expected), .. } = asked
+                    && let Some(served) = model.id(name)
                     && number % 3 > 0
                 {
                     *expected = served;
