@@ -13,7 +13,7 @@
 #                                   the files of a record: linear.json, moe.json, layer.json, and others.json by the folder DIR, with
 #                                   earlier results of other libraries (FILE) for the workloads that DIR does not reach
 #   run.sh pool                     the adapter pool: loads, the cost of steps on the host, a decode step beside loads; pool.json
-#   run.sh pool --stalls            a decode step beside each part of a load, and where the slowest step was;
+#   run.sh pool --stalls            a decode step beside each part of a load;
 #                                   with --waits, of a host that updates the routing for each step and waits for it
 #   run.sh criterion [ARGUMENTS...] the other benchmarks
 #   run.sh example [ARGUMENTS...]   the reference forward; without arguments, all small models, verified
@@ -212,7 +212,7 @@ pool)
     ;;
 criterion)
     export CRITERION_HOME=$OUT/criterion
-    for bench in operations host; do
+    for bench in sharded host; do
         "./$bench" --bench "$@"
     done 2>&1 | tee "$OUT/criterion.log"
     ;;

@@ -1,7 +1,7 @@
 //! The device: memory, streams, captured graphs and their times.
 #![expect(clippy::disallowed_methods, reason = "benchmarks allocate and wait")]
 
-use std::{ffi::CString, ptr, slice, sync::Arc, time::Duration};
+use std::{ffi::CString, ptr, slice, sync::Arc};
 
 use aril::cuda::{
     Kernels, Queue,
@@ -166,13 +166,6 @@ impl Gpu {
         }
         self.synchronize()?;
         events.iter().map(|[start, end]| start.us_until(end)).collect()
-    }
-
-    /// The time of `count` operations, of which a replay runs `per_replay`.
-    pub fn time_operations(&self, graph: &Graph, per_replay: usize, count: u64) -> Result<Duration> {
-        let replays = count.div_ceil(per_replay as u64);
-        let us = self.time_eager(|| (0..replays).try_for_each(|_| graph.replay()))?;
-        Ok(Duration::from_secs_f64(us / 1e6 * count as f64 / (replays * per_replay as u64) as f64))
     }
 
     /// The time of one run without a graph, in µs.

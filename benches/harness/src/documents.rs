@@ -138,7 +138,7 @@ fn blocks(record: &Record, chosen: &Chosen) -> [(&'static str, String); 6] {
     let figures = record.figures(chosen);
     let classes = |suites: &[Suite]| {
         let figures = figures.iter().filter(|(subject, _)| suites.contains(&subject.suite()));
-        record::classes(figures.cloned().collect(), false)
+        record::classes(figures.cloned().collect())
     };
     let linear = source(record, &[("", &record.linear)]);
     let moe = source(record, &[("", &record.moe)]);

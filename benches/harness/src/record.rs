@@ -114,10 +114,10 @@ fn added<'a>(results: &'a Results, chosen: &'a Chosen) -> Vec<(&'a Workload, &'a
 }
 
 /// The table of figures by class.
-pub fn classes(figures: Vec<(Subject<'_>, Figures)>, by_layer: bool) -> Table {
+pub fn classes(figures: Vec<(Subject<'_>, Figures)>) -> Table {
     let mut classes = Classes::default();
     for (subject, figures) in figures {
-        classes.add(subject.suite(), subject.class(by_layer), figures);
+        classes.add(subject.suite(), subject.class(), figures);
     }
     classes.table()
 }
@@ -181,8 +181,8 @@ pub fn host(results: &Results, chosen: &Chosen) -> Table {
 }
 
 /// Every table of one file of results that has a row.
-pub fn tables(results: &Results, chosen: &Chosen, others: &Others, by_layer: bool) -> Vec<Table> {
-    let of = |entries| classes(figures(results, entries, chosen, others), by_layer);
+pub fn tables(results: &Results, chosen: &Chosen, others: &Others) -> Vec<Table> {
+    let of = |entries| classes(figures(results, entries, chosen, others));
     let tables = [
         of(&results.dense),
         of(&results.moe),

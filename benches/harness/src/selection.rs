@@ -19,9 +19,6 @@ pub struct Selection {
     /// Only workloads whose id contains this
     #[arg(long, default_value = "")]
     pub only: String,
-    /// Only workloads with one of these tags
-    #[arg(long, value_delimiter = ',')]
-    pub tags: Vec<String>,
     /// A few workloads of each suite
     #[arg(long)]
     pub quick: bool,
@@ -51,15 +48,13 @@ impl Chosen {
 
     /// Those of `default` suites, if the selection names none.
     pub fn new(selection: &Selection, default: &[Suite]) -> Result<Self> {
-        let Selection { suite, only, tags, quick, workloads } = selection;
+        let Selection { suite, only, quick, workloads } = selection;
         let suites = if suite.is_empty() { default } else { suite };
         let given = workloads.as_ref().map(fs::read_to_string).transpose()?;
         let mut chosen = Self::of_list(given.as_deref().unwrap_or(workload::BUILT_IN))?;
-        let is_chosen = |of: Suite, id: &str, tag: &String| {
-            suites.contains(&of) && id.contains(only) && (tags.is_empty() || tags.contains(tag))
-        };
-        chosen.layers.retain(|workload| is_chosen(workload.suite, &workload.id, &workload.tag));
-        chosen.experts.retain(|workload| is_chosen(workload.suite, &workload.id, &workload.tag));
+        let is_chosen = |of: Suite, id: &str| suites.contains(&of) && id.contains(only);
+        chosen.layers.retain(|workload| is_chosen(workload.suite, &workload.id));
+        chosen.experts.retain(|workload| is_chosen(workload.suite, &workload.id));
         if *quick {
             chosen = Self { layers: workload::quick(chosen.layers), experts: experts::quick(chosen.experts) };
         }
@@ -122,10 +117,9 @@ impl<'a> Subject<'a> {
         }
     }
 
-    /// What its figures are averaged with, by layer if wanted.
-    pub fn class(self, by_layer: bool) -> String {
+    /// What its figures are averaged with.
+    pub fn class(self) -> String {
         match self {
-            Self::Layer(workload) if by_layer => format!("{}, {}", workload.class(), workload.layer),
             Self::Layer(workload) => workload.class(),
             Self::Experts(workload) => workload.class(),
         }

@@ -192,13 +192,6 @@ impl Workload {
         self.id.rsplit('/').next().unwrap_or_default()
     }
 
-    /// Shape, rank, tokens, adapters and their distribution, for the id of a benchmark.
-    pub fn criterion_id(&self) -> String {
-        let Self { layer, model, .. } = self;
-        let (rank, tokens, slots) = (self.max_rank(), self.num_tokens(), self.num_slots());
-        format!("{layer}-{model}/r{rank}/t{tokens}/a{slots}/{}", self.distribution())
-    }
-
     /// A model of this linear layer alone.
     pub fn linear_model(&self) -> Result<(Model, LinearId)> {
         let mut spec = ModelSpec::new();

@@ -1,7 +1,6 @@
 //! What a thread does beside replays: loads, and each part of a load.
 
 use std::{
-    path::Path,
     result,
     sync::{
         Arc,
@@ -13,7 +12,7 @@ use std::{
 
 use aril::{
     DType,
-    adapter::{Adapter, SlotImage},
+    adapter::SlotImage,
     cuda::{AdapterPool, Buffer, Filled, PinnedBuffer, Queue, Staging, WeightTable},
     plan::Capacity,
     pool::{AdapterId, PoolConfig, Source, Tier},
@@ -31,53 +30,23 @@ use crate::{
 const ALONE_FIRST: Duration = Duration::from_millis(50);
 const STAGING_BYTES: usize = 16 << 20;
 const POLL: Duration = Duration::from_micros(200);
-/// Between runs of what takes microseconds: some loads' time, so that the stream gets no more of it than from loads.
-const PAUSE: Duration = Duration::from_millis(4);
 
 /// What another thread may return.
 type Sent<T> = result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 /// One run of the work.
-pub(crate) type Work<'a> = Box<dyn FnMut(&mut Parts) -> Sent<()> + Send + 'a>;
-/// When something began and ended.
-pub(crate) type Span = [Instant; 2];
+pub(crate) type Work<'a> = Box<dyn FnMut() -> Sent<()> + Send + 'a>;
 
 /// The runs of a work.
 #[derive(Debug, Default)]
 pub(crate) struct Runs {
-    pub(crate) runs: Vec<Span>,
-    pub(crate) parts: Parts,
+    pub(crate) count: u32,
+    busy: Duration,
 }
 
 impl Runs {
     /// The mean time of a run.
-    #[expect(clippy::cast_precision_loss, reason = "a mean")]
     pub(crate) fn mean_ms(&self) -> f64 {
-        let busy: Duration = self.runs.iter().map(|[start, end]| *end - *start).sum();
-        busy.as_secs_f64() * 1e3 / self.runs.len().max(1) as f64
-    }
-}
-
-/// Parts of runs, in order.
-#[derive(Debug, Default)]
-pub(crate) struct Parts(pub(crate) Vec<(&'static str, Span)>);
-
-impl Parts {
-    /// Takes note of what `run` does.
-    fn time<T>(&mut self, name: &'static str, run: impl FnOnce() -> T) -> T {
-        let start = Instant::now();
-        let result = run();
-        self.0.push((name, [start, Instant::now()]));
-        result
-    }
-
-    /// Takes note of the pieces of a load, which `load` names as each of them ends.
-    fn pieces<T>(&mut self, load: impl FnOnce(&mut (dyn FnMut(&'static str) + Send)) -> T) -> T {
-        let mut start = Instant::now();
-        load(&mut |name| {
-            let end = Instant::now();
-            self.0.push((name, [start, end]));
-            start = end;
-        })
+        self.busy.as_secs_f64() * 1e3 / f64::from(self.count.max(1))
     }
 }
 
@@ -85,11 +54,7 @@ impl Parts {
 pub(crate) struct Setup<'a> {
     pub(crate) weights: &'a WeightTable,
     pub(crate) image: &'a SlotImage<'a>,
-    /// An adapter of one decoder layer.
-    pub(crate) small: &'a SlotImage<'a>,
     pub(crate) memory: &'a Source,
-    /// Of the adapter.
-    pub(crate) dir: &'a Path,
     pub(crate) disk: &'a Source,
     /// Another stream of the context.
     pub(crate) queue: Queue,
@@ -98,44 +63,21 @@ pub(crate) struct Setup<'a> {
 /// Makes a work before its replays begin.
 pub(crate) type Make = for<'a> fn(&Setup<'a>) -> Result<Option<Work<'a>>>;
 
-pub(crate) const WORKS: [(&str, Make); 24] = [
+pub(crate) const WORKS: [(&str, Make); 17] = [
     ("alone", |_| Ok(None)),
     ("first and later WeightTable::load", |setup| load(setup, None)),
-    ("a directory opened and loaded", |setup| {
-        let (weights, dir) = (setup.weights, setup.dir);
-        work(move || {
-            let adapter = Adapter::open(dir)?;
-            Ok(weights.load(spare(), &adapter.plan(weights.model(), weights.dtype())?).map(drop)?)
-        })
-    }),
     ("WeightTable::load with 4 packers", |setup| load(setup, Some(4))),
     ("reserve, fill, wait and commit", |setup| {
-        fill(setup, |weights, parts, filled| {
-            parts.time("wait", || filled.wait())?;
-            Ok(parts.time("commit", || weights.commit(spare(), filled)).map(drop)?)
+        fill(setup, |weights, filled| {
+            filled.wait()?;
+            Ok(weights.commit(spare(), filled).map(drop)?)
         })
     }),
-    ("reserve, fill and commit", |setup| {
-        fill(setup, |weights, parts, filled| Ok(parts.time("commit", || weights.commit(spare(), filled)).map(drop)?))
-    }),
     ("reserve, fill and drop", |setup| {
-        fill(setup, |_, _, filled| {
+        fill(setup, |_, filled| {
             drop(filled);
             Ok(())
         })
-    }),
-    ("loads of one layer, with pauses", |setup| {
-        let (weights, image) = (setup.weights, setup.small);
-        paused(move || Ok(weights.load(spare(), image).map(drop)?))
-    }),
-    ("unload, with pauses", |setup| {
-        let weights = setup.weights;
-        paused(move || Ok(weights.unload(spare())?))
-    }),
-    ("8 KiB copied on the steps' stream, with pauses", |setup| {
-        let queue = setup.weights.queue().clone();
-        let (from, mut to) = (Buffer::<u8>::zeros(&queue, 8 << 10)?, Buffer::<u8>::zeros(&queue, 8 << 10)?);
-        paused(move || Ok(queue.copy(&from, &mut to)?))
     }),
     ("pool, from disk", |setup| pooled(setup, false)),
     ("pool, from host memory", |setup| pooled(setup, true)),
@@ -150,24 +92,12 @@ pub(crate) const WORKS: [(&str, Make); 24] = [
             (0..100).try_for_each(|_| Event::new().map(drop)).map_err(|error| error.to_string().into())
         })
     }),
-    ("Buffer: new and drop, on a stream", |setup| {
-        let (queue, bytes) = (setup.queue.clone(), setup.image.bytes());
-        work(move || Ok(Buffer::<u8>::zeros(&queue, bytes).map(drop)?))
-    }),
     ("packing on rayon's threads", |setup| pack(setup, None)),
     ("packing on 4 threads", |setup| pack(setup, Some(4))),
     ("copies of 8 MiB", |setup| copy(setup, 8 << 20)),
     ("copies of 1 MiB", |setup| copy(setup, 1 << 20)),
     ("copies of the whole adapter", |setup| copy(setup, setup.image.bytes())),
     ("alone again", |_| Ok(None)),
-    ("fill with a Staging for each load, and commit", |setup| {
-        let (weights, image) = (setup.weights, setup.image);
-        work(move || {
-            let filled = weights.reserve(image)?.fill(image, &mut weights.staging()?)?;
-            filled.wait()?;
-            Ok(weights.commit(spare(), filled).map(drop)?)
-        })
-    }),
     ("Staging: new and drop", |setup| {
         let queue = setup.queue.clone();
         work(move || Ok(Staging::new(&queue).map(drop)?))
@@ -194,8 +124,9 @@ pub(crate) fn run_beside<T>(work: Option<Work<'_>>, replay: impl FnOnce() -> Res
             thread::sleep(ALONE_FIRST);
             while !is_done.load(Ordering::Relaxed) {
                 let start = Instant::now();
-                work(&mut beside.parts)?;
-                beside.runs.push([start, Instant::now()]);
+                work()?;
+                beside.busy += start.elapsed();
+                beside.count += 1;
             }
             Sent::Ok(())
         });
@@ -212,51 +143,26 @@ fn spare() -> usize {
     TOKENS
 }
 
-fn work<'a>(mut run: impl FnMut() -> Sent<()> + Send + 'a) -> Result<Option<Work<'a>>> {
-    Ok(Some(Box::new(move |_| run())))
-}
-
-fn paused<'a>(mut run: impl FnMut() -> Sent<()> + Send + 'a) -> Result<Option<Work<'a>>> {
-    Ok(Some(Box::new(move |parts| {
-        thread::sleep(PAUSE);
-        parts.time("run", &mut run)
-    })))
+fn work<'a>(run: impl FnMut() -> Sent<()> + Send + 'a) -> Result<Option<Work<'a>>> {
+    Ok(Some(Box::new(run)))
 }
 
 fn load<'a>(setup: &Setup<'a>, packers: Option<usize>) -> Result<Option<Work<'a>>> {
     let (weights, image) = (setup.weights, setup.image);
     let threads = packers.map(|threads| ThreadPoolBuilder::new().num_threads(threads).build()).transpose()?;
-    Ok(Some(Box::new(move |parts| {
-        parts.pieces(|part| {
-            let mut load = || {
-                weights.load_with_progress(spare(), image, |_| part("piece"))?;
-                part("wait, commit");
-                Ok(())
-            };
-            match &threads {
-                Some(threads) => threads.install(load),
-                None => load(),
-            }
-        })
-    })))
+    work(move || {
+        let load = || weights.load(spare(), image).map(drop);
+        Ok(match &threads {
+            Some(threads) => threads.install(load),
+            None => load(),
+        }?)
+    })
 }
 
 /// Fills a reservation with a staging of the loader's own, and does `end` with it.
-fn fill<'a>(
-    setup: &Setup<'a>,
-    end: impl Fn(&WeightTable, &mut Parts, Filled) -> Sent<()> + Send + 'a,
-) -> Result<Option<Work<'a>>> {
+fn fill<'a>(setup: &Setup<'a>, end: impl Fn(&WeightTable, Filled) -> Sent<()> + Send + 'a) -> Result<Option<Work<'a>>> {
     let (weights, image, mut staging) = (setup.weights, setup.image, setup.weights.staging()?);
-    Ok(Some(Box::new(move |parts| {
-        let filled = parts.pieces(|part| {
-            let reservation = weights.reserve(image)?;
-            part("reserve");
-            let filled = reservation.fill_with_progress(image, &mut staging, |_| part("piece"))?;
-            part("descriptors");
-            Sent::Ok(filled)
-        })?;
-        end(weights, parts, filled)
-    })))
+    work(move || end(weights, weights.reserve(image)?.fill(image, &mut staging)?))
 }
 
 /// Packs the adapter into memory that is not page-locked.

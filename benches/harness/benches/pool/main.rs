@@ -11,7 +11,7 @@
 //! | [`packing`] | the time to pack factors in device memory into a slot, against a plain copy on the device |
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |
-//! | [`stalls`] | replays of a decode step beside each part of a load, and where the slowest one was |
+//! | [`stalls`] | replays of a decode step beside each part of a load |
 //! | [`waited`] | the same of steps that the host waits for, each with an update of its routing |
 //!
 //! The memory of adapters of many ranks against padded slots ([`Memory`]) is computed.

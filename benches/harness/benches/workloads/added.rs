@@ -89,21 +89,15 @@ const CHECKED_OUTPUTS: usize = 64;
 /// The largest relative difference between arrangements: two roundings to bf16.
 const MAX_DIFFERENCE: f64 = 1e-2;
 
-/// Checks the arrangements of a layer and times the correct ones, unless `no_time`.
-pub(crate) fn measure(
-    gemm: &Gemm,
-    stage: &Stage,
-    workload: &Workload,
-    no_time: bool,
-    results: &mut Results,
-) -> Result<()> {
+/// Checks the arrangements of a layer and times the correct ones.
+pub(crate) fn measure(gemm: &Gemm, stage: &Stage, workload: &Workload, results: &mut Results) -> Result<()> {
     let mut adapted = Adapted::new(gemm, stage, workload)?;
-    let measured = adapted.stack().and_then(|()| compare(&mut adapted, no_time, results));
+    let measured = adapted.stack().and_then(|()| compare(&mut adapted, results));
     adapted.restore()?;
     measured
 }
 
-fn compare(adapted: &mut Adapted<'_>, no_time: bool, results: &mut Results) -> Result<()> {
+fn compare(adapted: &mut Adapted<'_>, results: &mut Results) -> Result<()> {
     let Adapted { stage, workload, .. } = *adapted;
     if workload.num_tokens() <= MAX_FORWARD_TOKENS
         && let Err(error) = adapted.fuse()
@@ -136,9 +130,6 @@ fn compare(adapted: &mut Adapted<'_>, no_time: bool, results: &mut Results) -> R
             }
             Err(error) => results.fail(&workload.id, "error", format!("{name}: {error}")),
         }
-    }
-    if no_time {
-        return Ok(());
     }
     let times = stage.gpu.time_in_turn(&graphs, REPLAYS)?;
     let us: Vec<f64> = times.into_iter().map(|mut us| median(&mut us) / count as f64).collect();

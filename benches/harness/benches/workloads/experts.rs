@@ -33,15 +33,8 @@ pub(crate) fn room(workload: &ExpertsWorkload) -> Room {
     Room { weights, inputs, y }
 }
 
-/// Which times are wanted.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
-    pub(crate) cold: bool,
-    pub(crate) warm: bool,
-}
-
-/// Checks a workload's operations and, if they are right, times them.
-pub(crate) fn measure(stage: &Stage, workload: &ExpertsWorkload, wanted: Wanted, results: &mut Results) -> Result<()> {
+/// Checks a workload's operations and, if they are right, times them, with weights in the cache too if `warm`.
+pub(crate) fn measure(stage: &Stage, workload: &ExpertsWorkload, warm: bool, results: &mut Results) -> Result<()> {
     let layer = ExpertsLayer::new(stage, workload)?;
     let Turns { sets, choices } = layer.turns;
     let (bytes, flops) = (workload.bytes(choices), workload.flops());
@@ -55,23 +48,21 @@ pub(crate) fn measure(stage: &Stage, workload: &ExpertsWorkload, wanted: Wanted,
     let err = errors.into_iter().fold(0.0, f64::max);
     let note = Some(layer.experts.plan().to_string());
     let mut entry = Entry { id: workload.id.clone(), peer: PEER.to_owned(), err, note, ..Entry::default() };
-    if wanted.cold {
-        let reps = layer.repetitions(bytes.total())?;
-        let cold = layer.time(reps, REPLAYS, |i| layer.run(i))?;
-        entry.reps = Some(reps);
-        (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
-        entry.gate_up_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_gate_up(i))?.median);
-        if workload.suite == Suite::Moe {
-            entry.write_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_write(i))?.median);
-        }
-        if workload.suite == Suite::MoeOwn {
-            let [inter, tokens] = [workload.num_routes() * workload.shape.inter, workload.num_tokens()];
-            let out = stage.gpu.alloc(elem_bytes(inter.max(tokens * workload.shape.hidden)))?;
-            entry.fused_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_fused(i, &out))?.median);
-        }
-        if wanted.warm {
-            entry.warm_us = Some(layer.time((reps / 2).max(4), OTHER_REPLAYS, |_| layer.run(0))?.median);
-        }
+    let reps = layer.repetitions(bytes.total())?;
+    let cold = layer.time(reps, REPLAYS, |i| layer.run(i))?;
+    entry.reps = Some(reps);
+    (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
+    entry.gate_up_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_gate_up(i))?.median);
+    if workload.suite == Suite::Moe {
+        entry.write_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_write(i))?.median);
+    }
+    if workload.suite == Suite::MoeOwn {
+        let [inter, tokens] = [workload.num_routes() * workload.shape.inter, workload.num_tokens()];
+        let out = stage.gpu.alloc(elem_bytes(inter.max(tokens * workload.shape.hidden)))?;
+        entry.fused_us = Some(layer.time(reps, OTHER_REPLAYS, |i| layer.run_fused(i, &out))?.median);
+    }
+    if warm {
+        entry.warm_us = Some(layer.time((reps / 2).max(4), OTHER_REPLAYS, |_| layer.run(0))?.median);
     }
     results.moe.push(entry);
     Ok(())

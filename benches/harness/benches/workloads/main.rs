@@ -4,7 +4,7 @@
 //! A workload is checked against the reference, then timed: many operations in one CUDA graph, each with another set of
 //! adapters so that weights come from memory (`cold_us`), or each with the same (`warm_us`). The time of an operation
 //! is the median of 20 replays, divided by the operations in one. The batch is grouped by slot once per step for all
-//! layers; these times leave that out (`benches/operations/routing.rs`).
+//! layers; these times leave that out.
 //!
 //! Writes the results as JSON and prints tables of geometric means by class. The floor of a workload is the time of its
 //! bytes at the rate at which this device reads memory, measured in the same run, and at least that of a launch.
@@ -40,8 +40,6 @@ use aril_bench::{
 };
 use clap::Parser;
 
-use experts::Wanted;
-
 const REPLAYS: usize = 20;
 const DEFAULT_SUITES: [Suite; 3] = [Suite::Decode, Suite::Prefill, Suite::Own];
 const SUITES_OF_NEW_GPU: [Suite; 4] = [Suite::Decode, Suite::Prefill, Suite::Moe, Suite::Layer];
@@ -56,27 +54,14 @@ struct Cli {
     selection: Selection,
     /// For a GPU that has no record: a few workloads of each suite and the base GEMMs beside them, in GPU.json, and what to
     /// send
-    #[arg(long, conflicts_with_all = ["out", "suite", "quick", "no_time"])]
+    #[arg(long, conflicts_with_all = ["out", "suite", "quick"])]
     new_gpu: bool,
     /// Seconds; workloads not reached by then are listed in the results
     #[arg(long, default_value_t = 540.0)]
     budget: f64,
-    /// Check the results only
-    #[arg(long)]
-    no_time: bool,
     /// Leave out the times with weights in the cache
     #[arg(long)]
     no_warm: bool,
-    /// Results of others on the same kind of device, for the table. May be repeated: the first file that has a figure
-    /// counts
-    #[arg(long)]
-    against: Vec<PathBuf>,
-    /// Print the table in Markdown
-    #[arg(long)]
-    markdown: bool,
-    /// Print a row for each layer of a class
-    #[arg(long)]
-    by_layer: bool,
     /// What cargo passes
     #[arg(long, hide = true)]
     bench: bool,
@@ -86,11 +71,9 @@ fn main() -> Result<ExitCode> {
     let mut cli = Cli::parse();
     let suites = if cli.new_gpu { &SUITES_OF_NEW_GPU[..] } else { &DEFAULT_SUITES };
     cli.selection.quick |= cli.new_gpu;
-    let (chosen, others) = (Chosen::new(&cli.selection, suites)?, Others::load(&cli.against)?);
+    let chosen = Chosen::new(&cli.selection, suites)?;
     let results = measure(&mut cli, &chosen)?;
-    for table in record::tables(&results, &chosen, &others, cli.by_layer) {
-        println!("{}", if cli.markdown { table.markdown() } else { table.to_string() });
-    }
+    record::tables(&results, &chosen, &Others::default()).iter().for_each(|table| println!("{table}"));
     if cli.new_gpu {
         println!(
             "Please send {} with an issue. It names the GPU, and nothing else of this machine.",
@@ -139,16 +122,13 @@ fn measure(cli: &mut Cli, chosen: &Chosen) -> Result<Results> {
         }
         let measured = match (subject, &gemm) {
             (Subject::Layer(workload), Some(gemm)) if workload.suite == Suite::Layer => {
-                added::measure(gemm, &stage, workload, cli.no_time, &mut results)
+                added::measure(gemm, &stage, workload, &mut results)
             }
             (Subject::Layer(workload), _) if workload.suite == Suite::Host => {
                 host::measure(&stage, workload, &mut results)
             }
             (Subject::Layer(workload), _) => run(&stage, workload, cli, &mut results),
-            (Subject::Experts(workload), _) => {
-                let wanted = Wanted { cold: !cli.no_time, warm: !cli.no_warm };
-                experts::measure(&stage, workload, wanted, &mut results)
-            }
+            (Subject::Experts(workload), _) => experts::measure(&stage, workload, !cli.no_warm, &mut results),
         };
         if let Err(error) = measured {
             let kind = match error.downcast_ref::<LaunchError>() {
@@ -167,7 +147,7 @@ fn measure(cli: &mut Cli, chosen: &Chosen) -> Result<Results> {
             saved = Instant::now();
         }
     }
-    if let Some(gemm) = gemm.filter(|_| !cli.no_time && start.elapsed() < budget) {
+    if let Some(gemm) = gemm.filter(|_| start.elapsed() < budget) {
         let layers = subjects.iter().filter_map(|subject| match subject {
             Subject::Layer(workload) => Some(*workload),
             Subject::Experts(_) => None,
@@ -194,17 +174,14 @@ fn run(stage: &Stage, workload: &Workload, cli: &Cli, results: &mut Results) -> 
         return Ok(());
     }
     let (id, peer, note) = (workload.id.clone(), PEER.to_owned(), layer.plan());
-    let mut entry = Entry { id, peer, err, note, ..Entry::default() };
-    if !cli.no_time {
-        let reps = layer.repetitions(layer.num_sets())?;
-        let cold = layer.time(reps, true, REPLAYS)?;
-        entry.reps = Some(reps);
-        (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
-        if layer.num_sets() == 1 {
-            entry.warm_us = entry.cold_us;
-        } else if !cli.no_warm {
-            entry.warm_us = Some(layer.time(layer.repetitions(1)?, false, REPLAYS)?.median);
-        }
+    let reps = layer.repetitions(layer.num_sets())?;
+    let cold = layer.time(reps, true, REPLAYS)?;
+    let mut entry = Entry { id, peer, err, note, reps: Some(reps), ..Entry::default() };
+    (entry.cold_us, entry.cold_min, entry.cold_max) = (Some(cold.median), Some(cold.min), Some(cold.max));
+    if layer.num_sets() == 1 {
+        entry.warm_us = entry.cold_us;
+    } else if !cli.no_warm {
+        entry.warm_us = Some(layer.time(layer.repetitions(1)?, false, REPLAYS)?.median);
     }
     results.dense.push(entry);
     Ok(())

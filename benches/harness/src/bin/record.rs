@@ -35,12 +35,6 @@ enum Command {
         /// counts
         #[arg(long)]
         against: Vec<PathBuf>,
-        /// Print Markdown
-        #[arg(long)]
-        markdown: bool,
-        /// Print a row for each layer of a class
-        #[arg(long)]
-        by_layer: bool,
         #[command(flatten)]
         selection: Selection,
     },
@@ -72,12 +66,11 @@ fn main() -> Result<()> {
                 fs::write(path, content)?;
             }
         }
-        Command::Tables { results, against, markdown, by_layer, selection } => {
+        Command::Tables { results, against, selection } => {
             let (chosen, others) = (Chosen::new(&selection, Suite::value_variants())?, Others::load(&against)?);
             for path in results {
-                for table in record::tables(&Results::load(&path)?, &chosen, &others, by_layer) {
-                    println!("{}", if markdown { table.markdown() } else { table.to_string() });
-                }
+                let tables = record::tables(&Results::load(&path)?, &chosen, &others);
+                tables.iter().for_each(|table| println!("{table}"));
             }
         }
         Command::Others { results, out, about } => results::save(&Others::reduced(&results, &about)?, &out)?,

@@ -1,5 +1,5 @@
 //! The benchmark harness itself: its workloads, its check, its tables and the documents that show its records.
-#![expect(clippy::cast_possible_truncation, clippy::unwrap_used, reason = "tests")]
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod check;
 mod links;

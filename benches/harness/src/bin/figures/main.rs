@@ -133,10 +133,6 @@ struct Arguments {
     /// The adapters that the stack has room for, of the first rank; 0 for no stack
     #[arg(long, default_value_t = 8)]
     stack: usize,
-    /// The largest rank that the weight table has room for [default: the largest of --ranks]. Such figures are printed
-    /// alone
-    #[arg(long, conflicts_with = "out")]
-    max_rank: Option<usize>,
     /// Memory for keys and values. A step that needs more is left out, and named
     #[arg(long, value_name = "GIB", default_value_t = 48)]
     kv_gib: usize,
@@ -334,10 +330,9 @@ fn measure_model(
     let described = describe(&config, Split { tp: device.tp(), expert_parallel, fully_sharded })?;
     let largest = |values: &[usize]| values.iter().copied().max().unwrap_or(1).max(1);
     let (max_batch, most) = (largest(&arguments.batches), largest(&arguments.ranks));
-    let max_rank = arguments.max_rank.unwrap_or(most).max(most);
     let max_tokens = max_batch.max(largest(&arguments.prefills));
     let slots = max_batch.max(PREFILL_SEQUENCES);
-    let capacity = Capacity::tokens(max_tokens).slots(slots).rank(max_rank);
+    let capacity = Capacity::tokens(max_tokens).slots(slots).rank(most);
     let source = |&rank: &usize| {
         let adapter = random_adapter(&config, rank, arguments.shared_outer)?;
         Ok((rank, Source::memory(adapter, &described.model, DType::BF16)?))

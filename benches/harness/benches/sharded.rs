@@ -13,7 +13,7 @@ use aril::{
     plan::Capacity,
     routing::Batch,
 };
-use criterion::{Criterion, criterion_group};
+use criterion::{Criterion, criterion_group, criterion_main};
 use half::bf16;
 
 use aril_bench::{Result, data::SMALL, device::Gpu, noise::Noise};
@@ -158,3 +158,4 @@ fn sharded(criterion: &mut Criterion) {
 }
 
 criterion_group!(benches, sharded);
+criterion_main!(benches);
