@@ -90,18 +90,13 @@ struct Cli {
     /// Host memory of each rank for adapters [default: that of the arena]
     #[arg(long, value_name = "N", requires = "arena_mib")]
     host_mib: Option<usize>,
-    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces a regular
-    /// file, unless it is one of those that are read
+    /// Writes the logits that chose each token as safetensors: "request.I" of [steps, vocab], f32. Replaces no file
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
     /// Runs every request again alone, in f32, with its adapter merged into the weights. Exits with 1 if logits differ
     /// by more than rounding explains
     #[arg(long)]
     verify: bool,
-    /// Times a layer of experts of the sizes of Qwen3-30B-A3B, of random weights, on a GPU: without adapters, and with
-    /// 8 of rank 16
-    #[arg(long, conflicts_with_all = ["model", "adapters", "requests", "dtype", "arena_mib", "logits", "verify"])]
-    time_experts: bool,
 }
 
 impl Cli {
@@ -182,9 +177,6 @@ const SMALL_MODELS: [[&str; 4]; 4] = [
 
 /// Runs everything. Returns `false` if a check failed.
 fn run(cli: &Cli) -> Result<bool> {
-    if cli.time_experts {
-        return time_experts(cli.device.unwrap_or_else(default_device));
-    }
     let copy = env::var_os("ARIL_FIXTURES").map(PathBuf::from);
     let fixtures = copy.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures"));
     let small = |heading: String, [model, adapters, requests, _]: [&str; 4]| -> Result<Given> {
@@ -233,10 +225,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
     let checkpoint = Checkpoint::open(model)?;
     checkpoint.check(&config)?;
     let dtype = cli.dtype.map(DType::from).or(config.dtype).unwrap_or(DType::F32);
-    let folders: Vec<&Path> = iter::once(model.as_path()).chain(adapters.iter().map(|arg| arg.dir.as_path())).collect();
-    let files: Vec<&Path> = requests.iter().map(PathBuf::as_path).collect();
-    let check_logits = |path: &PathBuf| files::check_output(path, &folders, &files).context("--logits");
-    cli.logits.as_ref().map(check_logits).transpose()?;
+    cli.logits.as_ref().map(|path| files::check_output(path).context("--logits")).transpose()?;
     let whole = describe(&config, TpRank::SINGLE)?.model;
     let adapters = read(adapters, |weight| match dtype {
         DType::BF16 => checkpoint.has::<bf16>(weight, &whole, config.tied),
@@ -273,8 +262,7 @@ fn run_one(cli: &Cli, given: &Given) -> Result<bool> {
 
     let rows = job.rows(&outcome);
     if let Some(path) = &cli.logits {
-        check_logits(path)?;
-        report::write_logits(path, &rows)?;
+        report::write_logits(path, &rows).context("--logits")?;
     }
     let output = match cli.requests {
         Some(_) => {
@@ -337,19 +325,6 @@ fn ask_everyone(adapters: &[&str]) -> Vec<Written> {
         ..Written::default()
     };
     iter::once(None).chain(adapters.iter().copied().map(Some)).map(ask).collect()
-}
-
-#[cfg(feature = "cuda")]
-fn time_experts(device: DeviceArg) -> Result<bool> {
-    let DeviceArg::Cuda(ordinal) = device else { bail!("--time-experts needs a GPU") };
-    let table = cuda::timing::time_experts(ordinal).context(format_args!("--device {device}"))?;
-    print(&table)?;
-    Ok(true)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn time_experts(_: DeviceArg) -> Result<bool> {
-    bail!("--time-experts needs a GPU, and this build has no CUDA; build it with `--features cuda`")
 }
 
 fn default_device() -> DeviceArg {

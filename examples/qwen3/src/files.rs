@@ -1,13 +1,12 @@
 //! Reading input files and writing the output file safely, whatever the paths point to.
 //!
-//! Invariant: only regular files are read, text only up to a limit. The output replaces only a regular file that is not
-//! an input.
+//! Invariant: only regular files are read, text only up to a limit. The output replaces nothing.
 
 use std::{
     fs::{self, File, Metadata},
-    io::{self, Read as _},
-    os::unix::fs::{FileExt as _, MetadataExt as _},
-    path::{Path, PathBuf},
+    io::{self, Read as _, Write as _},
+    os::unix::fs::FileExt as _,
+    path::Path,
 };
 
 use crate::error::{Context, Result, bail};
@@ -50,23 +49,16 @@ pub fn read_text(path: &Path, max_mib: u64) -> Result<String> {
     Ok(text)
 }
 
-/// Refuses to overwrite anything but a regular file, or an input: a file in these folders, or one of these files.
-pub(crate) fn check_output(path: &Path, folders: &[&Path], files: &[&Path]) -> Result<()> {
-    let there = match fs::symlink_metadata(path) {
-        Ok(there) => there,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).context(path.display()),
-    };
-    if !there.is_file() {
-        bail!("{}: it is there and not a regular file, so that it is not replaced", path.display());
+/// Refuses an output that is there already.
+pub(crate) fn check_output(path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => bail!("{}: it is there, and is not replaced", path.display()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).context(path.display()),
     }
-    let inside = folders.iter().flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten());
-    let inputs = inside.map(|entry| entry.path()).chain(files.iter().map(PathBuf::from));
-    let is_it = |input: &PathBuf| {
-        fs::metadata(input).is_ok_and(|input| (input.dev(), input.ino()) == (there.dev(), there.ino()))
-    };
-    if let Some(input) = inputs.into_iter().find(is_it) {
-        bail!("{}: it is the input {}, so that it is not replaced", path.display(), input.display());
-    }
-    Ok(())
+}
+
+/// Writes a file that is not there yet.
+pub(crate) fn write_new(path: &Path, bytes: &[u8]) -> Result<()> {
+    File::create_new(path).and_then(|mut file| file.write_all(bytes)).context(path.display())
 }

@@ -6,7 +6,8 @@ use safetensors::{Dtype, tensor::TensorView};
 use serde_json::json;
 
 use crate::{
-    error::{Context, Result, shown},
+    error::{Result, shown},
+    files,
     generate::Generation,
     tokenizer::Tokenizer,
     verdict::{Moved, Verdict, is_as_it_should_be},
@@ -109,7 +110,7 @@ pub(crate) fn write_logits(path: &Path, rows: &[Row<'_>]) -> Result<()> {
         Ok((format!("request.{index}"), TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(logits))?))
     });
     let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
-    safetensors::serialize_to_file(tensors, None, path).context(path.display())
+    files::write_new(path, &safetensors::serialize(tensors, None)?)
 }
 
 fn adapter(row: &Row<'_>) -> String {

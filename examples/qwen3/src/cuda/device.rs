@@ -69,50 +69,6 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         self.lets_next_start.set(false);
         Ok(y)
     }
-
-    /// Adds the deltas of gate_up and applies the activation, in one kernel where that is faster.
-    pub(super) fn activate_into(
-        &self,
-        layer: &LoraExperts,
-        step: &mut cuda::Step<'_>,
-        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
-        x: &Matrix<T>,
-        gate_up: &mut Matrix<T>,
-        out: &mut Matrix<T>,
-    ) -> Result<()> {
-        if !layer.plan().gate_up().prefers_fused(gate_up.rows) {
-            layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
-            return self.silu_mul_into(gate_up, Some(routes), out);
-        }
-        let (x, y, out) = (x.operand()?, gate_up.operand()?, out.operand_mut()?);
-        layer.activate(step, grouped, x, y, out, Activation::Silu)?;
-        routes.may_start_early.set(grouped.may_combine_beside_activation());
-        Ok(())
-    }
-
-    /// Adds the deltas of down and combines, in one kernel where that is faster.
-    pub(super) fn combine_adapted_into(
-        &self,
-        layer: &LoraExperts,
-        step: &mut cuda::Step<'_>,
-        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
-        x: &Matrix<T>,
-        down: &mut Matrix<T>,
-        out: &mut Matrix<T>,
-    ) -> Result<()> {
-        if !layer.plan().down().prefers_fused(down.rows) {
-            layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
-            return self.combine_into(down, routes, out);
-        }
-        if routes.started_early.replace(false) {
-            // SAFETY: in front is the product of down, which started the kernel behind it at once, and in front of that
-            // the activation.
-            unsafe { grouped.combine_beside_activation() };
-        }
-        layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
-        self.lets_next_start.set(true);
-        Ok(())
-    }
 }
 
 impl<T: Element + DeviceRepr> Device for Cuda<T> {
@@ -403,16 +359,24 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(Grouped { routes, grouped: unsafe { grouped.shrink_beside_base() } })
     }
 
+    /// In one kernel where that is faster.
     fn activate(
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        grouped: &mut Grouped<'_, '_>,
+        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         mut gate_up: Matrix<T>,
     ) -> Result<Matrix<T>> {
         let mut out = self.alloc(gate_up.rows, gate_up.cols / 2)?;
-        self.activate_into(layer, step, grouped, x, &mut gate_up, &mut out)?;
+        if layer.plan().gate_up().prefers_fused(gate_up.rows) {
+            let (x, y) = (x.operand()?, gate_up.operand()?);
+            layer.activate(step, grouped, x, y, out.operand_mut()?, Activation::Silu)?;
+            routes.may_start_early.set(grouped.may_combine_beside_activation());
+        } else {
+            layer.add_gate_up_delta(step, grouped, x.operand()?, gate_up.operand_mut()?)?;
+            self.silu_mul_into(&gate_up, Some(routes), &mut out)?;
+        }
         Ok(out)
     }
 
@@ -440,16 +404,28 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         Ok(Some(out))
     }
 
+    /// In one kernel where that is faster.
     fn combine(
         &self,
         layer: &LoraExperts,
         step: &mut cuda::Step<'_>,
-        grouped: &mut Grouped<'_, '_>,
+        Grouped { routes, grouped }: &mut Grouped<'_, '_>,
         x: &Matrix<T>,
         mut down: Matrix<T>,
     ) -> Result<Matrix<T>> {
-        let mut out = self.alloc(grouped.routes.weights.rows, down.cols)?;
-        self.combine_adapted_into(layer, step, grouped, x, &mut down, &mut out)?;
+        let mut out = self.alloc(routes.weights.rows, down.cols)?;
+        if !layer.plan().down().prefers_fused(down.rows) {
+            layer.add_down_delta(step, grouped, x.operand()?, down.operand_mut()?)?;
+            self.combine_into(&down, routes, &mut out)?;
+            return Ok(out);
+        }
+        if routes.started_early.replace(false) {
+            // SAFETY: in front is the product of down, which started the kernel behind it at once, and in front of that
+            // the activation.
+            unsafe { grouped.combine_beside_activation() };
+        }
+        layer.combine(step, grouped, x.operand()?, down.operand()?, out.operand_mut()?)?;
+        self.lets_next_start.set(true);
         Ok(out)
     }
 
@@ -572,8 +548,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     }
 
     fn gather(&self, x: &Matrix<T>, rows: &Matrix<i32>) -> Result<Matrix<T>> {
-        let mut out = self.alloc(rows.rows, x.cols)?;
-        self.gather_into(x, rows, &mut out)?;
+        let out = self.alloc(rows.rows, x.cols)?;
+        let mut kernel = self.kernel(&self.functions.gather);
+        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&x.rows).arg(&out.cols);
+        launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))?;
         Ok(out)
     }
 

@@ -180,10 +180,10 @@ pub(super) fn new<T: Element + DeviceRepr>(
     })
 }
 
-pub(super) struct Plain<T: 'static> {
-    pub(super) shape: ExpertsShape,
+struct Plain<T: 'static> {
+    shape: ExpertsShape,
     /// `[experts * out, in]`
-    pub(super) weights: Matrix<T>,
+    weights: Matrix<T>,
 }
 
 /// What the rows of a factor belong to.
@@ -194,28 +194,19 @@ enum RowsOf {
 }
 
 impl<T: Element + DeviceRepr> Plain<T> {
-    pub(super) fn run_into(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes, y: &mut Matrix<T>) -> Result<()> {
-        if let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) {
-            return self.multiply(device, tiled, (x, RowsOf::Routes), routes, y);
-        }
-        let tiled = &device.functions.grouped_gemm.any;
-        let mut kernel = device.kernel(&tiled.function);
-        kernel.arg(&x.address).arg(&self.weights.address);
-        multiply(tiled, kernel, self.shape, routes, y)
-    }
-
-    /// Products of the rows of tokens into `y`, by one of these kernels; false if there is none for these routes.
-    pub(super) fn run_on_tokens_into(
+    /// Products of the rows of tokens, of so many columns, by one of these kernels, if there is one for these routes.
+    fn run_by(
         &self,
         device: &Cuda<T>,
         kernels: &[Tiled],
         x: &Matrix<T>,
         routes: &Routes,
-        y: &mut Matrix<T>,
-    ) -> Result<bool> {
-        let Some(tiled) = self.kernel(kernels, routes) else { return Ok(false) };
-        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, y)?;
-        Ok(true)
+        cols: usize,
+    ) -> Result<Option<Matrix<T>>> {
+        let Some(tiled) = self.kernel(kernels, routes) else { return Ok(None) };
+        let mut y = device.alloc(routes.tokens.rows, cols)?;
+        self.multiply(device, tiled, (x, RowsOf::Tokens), routes, &mut y)?;
+        Ok(Some(y))
     }
 
     /// The kernel for these routes, if it is among these.
@@ -256,25 +247,27 @@ struct Packed {
 impl<T: Element + DeviceRepr> GroupedGemm<Cuda<T>> for Plain<T> {
     fn run(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
         let mut y = device.alloc(x.rows, self.shape.out_features)?;
-        self.run_into(device, x, routes, &mut y)?;
+        if let Some(tiled) = self.kernel(&device.functions.grouped_gemm.tensor, routes) {
+            self.multiply(device, tiled, (x, RowsOf::Routes), routes, &mut y)?;
+        } else {
+            let tiled = &device.functions.grouped_gemm.any;
+            let mut kernel = device.kernel(&tiled.function);
+            kernel.arg(&x.address).arg(&self.weights.address);
+            multiply(tiled, kernel, self.shape, routes, &mut y)?;
+        }
         Ok(y)
     }
 
     fn run_on_tokens(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Matrix<T>> {
-        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features)?;
-        if !self.run_on_tokens_into(device, &device.functions.grouped_gemm.tensor, x, routes, &mut y)? {
-            self.run_into(device, &device.rows_of_routes(x, routes)?, routes, &mut y)?;
+        let kernels = &device.functions.grouped_gemm.tensor;
+        match self.run_by(device, kernels, x, routes, self.shape.out_features)? {
+            Some(y) => Ok(y),
+            None => self.run(device, &device.rows_of_routes(x, routes)?, routes),
         }
-        Ok(y)
     }
 
     fn run_activated(&self, device: &Cuda<T>, x: &Matrix<T>, routes: &Routes) -> Result<Option<Matrix<T>>> {
-        let kernels = &device.functions.grouped_gemm.activated;
-        if self.kernel(kernels, routes).is_none() {
-            return Ok(None);
-        }
-        let mut y = device.alloc(routes.tokens.rows, self.shape.out_features / 2)?;
-        Ok(self.run_on_tokens_into(device, kernels, x, routes, &mut y)?.then_some(y))
+        self.run_by(device, &device.functions.grouped_gemm.activated, x, routes, self.shape.out_features / 2)
     }
 }
 

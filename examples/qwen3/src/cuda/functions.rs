@@ -99,12 +99,6 @@ impl<T: Element + DeviceRepr> Cuda<T> {
         launch(kernel, tokens.max(changes).div_ceil(THREADS as usize), 1)
     }
 
-    pub(super) fn gather_into(&self, x: &Matrix<T>, rows: &Matrix<i32>, out: &mut Matrix<T>) -> Result<()> {
-        let mut kernel = self.kernel(&self.functions.gather);
-        kernel.arg(&x.address).arg(&rows.address).arg(&out.address).arg(&x.rows).arg(&out.cols);
-        launch(kernel, rows.rows, parts(out.cols * size_of::<T>()))
-    }
-
     pub(super) fn silu_mul_into(
         &self,
         gate_up: &Matrix<T>,

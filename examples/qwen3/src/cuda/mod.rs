@@ -25,7 +25,6 @@ mod gemm;
 mod launch;
 mod matrix;
 mod nccl;
-pub(crate) mod timing;
 
 use std::{cell::Cell, marker::PhantomData, sync::Arc};
 
