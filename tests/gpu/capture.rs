@@ -14,8 +14,8 @@ use std::{
 use aril::{
     DType, Slot,
     cuda::{
-        AdapterPool, Buffer, Graph, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear,
-        Matrix, MatrixMut, PinnedBuffer, Queue, Routing, Staging, Step, TopK, View, WeightTable, Workspace,
+        AdapterPool, Buffer, GroupedRoutes, Grouping, LaunchError, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
+        MatrixMut, PinnedBuffer, Queue, Routing, Staging, Step, TopK, View, WeightTable, Workspace,
     },
     error::{LoadError, OperandError},
     model::{Activation, Experts, ExpertsId, Linear, ModelSpec, Parallel, TpRank},
@@ -28,14 +28,13 @@ use cudarc::driver::{
     sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus, cuStreamGetPriority},
 };
 use half::bf16;
-use rand::{RngExt, SeedableRng, rngs::StdRng};
+use rand::{RngExt as _, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
-        adapters::{Lora, tensor},
+        adapters::Lora,
         adding,
         experts::{OPERATIONS, shapes},
-        small::choose,
     },
     device::{
         Gpu,
@@ -43,42 +42,8 @@ use crate::{
         refused,
     },
     experts::launch,
-    setup::{SLOTS, Setup, Spin, TOKENS, add_deltas, load, load_experts, slots_of},
+    setup::{Setup, Spin, TOKENS, add_deltas, load, load_experts, slots_of},
 };
-
-/// Between replays of one graph, adapters are loaded, unloaded and change their ranks, and the routing changes.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_replay_follows_loads_ranks_and_routing() {
-    type Change = (usize, Option<(usize, f32)>);
-    let steps: [(&[Change], &[i32]); 7] = [
-        (&[], &[0, 1, 2, -1]),
-        (&[(0, Some((4, 1.0))), (2, Some((32, 5.0)))], &[0, 1, 2, -1, 2, 0, 3]),
-        (&[(0, Some((64, 2.0)))], &[0; TOKENS]),
-        (&[(2, None), (1, Some((1, 3.0)))], &[2, 1, 1, 0, 2, 2, 1, -1]),
-        (&[], &[1]),
-        (&[(0, None), (1, None)], &[0, 1, 2]),
-        (&[(1, Some((8, 9.0)))], &[]),
-    ];
-    let mut setup = Setup::new(5, 128, 1 << 22);
-    let mut graph = setup.capture();
-    let mut held = [0.0; SLOTS];
-    for (number, (changes, slots)) in steps.into_iter().enumerate() {
-        for &(slot, change) in changes {
-            held[slot] = change.map_or(0.0, |(_, value)| value);
-            match change {
-                Some((rank, value)) => _ = setup.load(slot, rank, value).unwrap(),
-                None => setup.weights.unload(slot).unwrap(),
-            }
-        }
-        let expected: [f32; TOKENS] = std::array::from_fn(|token| {
-            let slot = slots.get(token).and_then(|&slot| usize::try_from(slot).ok());
-            slot.and_then(|slot| held.get(slot).copied()).unwrap_or(0.0)
-        });
-        assert_eq!(setup.replay(&mut graph, slots), expected, "step {number}");
-        assert_eq!(setup.step(slots), expected, "step {number}, eager");
-    }
-}
 
 /// A graph is replayed after all its operands were dropped. It must keep their memory from being reused.
 #[test]
@@ -806,17 +771,20 @@ fn borrowed_operands_are_not_captured() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn borrowed_operands_of_embeddings_and_experts_are_not_captured() {
+fn borrowed_operands_of_other_layers_are_not_captured() {
     let gpu = Gpu::new();
     let (queue, stream) = (&gpu.queue, &gpu.stream);
     let mut spec = ModelSpec::new();
     let embedding = spec.embedding("embed", 10, 64).unwrap();
     let experts = spec.experts(Experts::new("m", 2, 8, 8).top_k(2)).unwrap();
+    let gate_up = Linear::new("gate_up", Parallel::Replicated, 8).slice("gate", 8).slice("up", 8);
+    let gate_up = spec.linear(gate_up).unwrap();
     let model = spec.shard(TpRank::SINGLE).unwrap();
     let capacity = Capacity::tokens(1).slots(1).rank(4);
     let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 12).unwrap();
     let embedding = LoraEmbedding::new(&weights, embedding).unwrap();
     let experts = LoraExperts::new(&weights, experts).unwrap();
+    let gate_up = LoraLinear::new(&weights, gate_up).unwrap();
     let routing = Routing::new(queue, capacity, 1).unwrap();
     let mut workspace = Workspace::new(&weights).unwrap();
     let mut grouping = Grouping::new(queue, RouteCapacity::tokens(1).top_k(2).experts(2)).unwrap();
@@ -831,6 +799,14 @@ fn borrowed_operands_of_embeddings_and_experts_are_not_captured() {
         embedding.add_delta(step, ids.slice(..1), MatrixMut::new(kept_target.slice_mut(0..64), 1, 64)?)
     });
     borrowed("y", &mut |step| embedding.add_delta(step, kept_ids.slice(0..1), MatrixMut::new(&mut target, 1, 64)?));
+    let x = || Matrix::new(kept.slice(0..8), 1, 8);
+    borrowed("y", &mut |step| {
+        gate_up.shrink(step, x()?)?.silu_mul(Matrix::new(&values, 1, 16)?, MatrixMut::new(&mut kept_target, 1, 8)?)
+    });
+    borrowed("out", &mut |step| {
+        let y = Matrix::new(kept.slice(0..16), 1, 16)?;
+        gate_up.shrink(step, x()?)?.silu_mul(y, MatrixMut::new(&mut target, 1, 8)?)
+    });
     borrowed("ids", &mut |step| grouping.update(step, TopK::new(&ids, 2)?).map(drop));
     borrowed("weights", &mut |step| {
         grouping.update(step, TopK::new(&kept_ids, 2)?.with_weights(values.slice(..2))?).map(drop)
@@ -1120,65 +1096,6 @@ impl ExpertsStep {
         let (x, y) = (Matrix::new(&self.inner, routes, INTER)?, Matrix::new(&self.down, routes, HIDDEN)?);
         self.layer.combine(step, &mut grouped, x, y, MatrixMut::new(&mut self.out, tokens, HIDDEN)?)
     }
-
-    /// Takes the values of `out` and fills it with NaN.
-    fn take(&mut self) -> Vec<bf16> {
-        let mut out = vec![bf16::ZERO; self.out.len()];
-        self.out.read(&mut out).unwrap();
-        self.out.write(&vec![bf16::NAN; self.out.len()]).unwrap();
-        out
-    }
-}
-
-/// Whether every block groups the routes, one block, or a separate kernel: replays have the bits of eager steps, while
-/// the router's choices, the slots and the adapters change.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_graph_of_experts_is_replayed_on_what_the_router_chose() {
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let mut spec = ModelSpec::new();
-    let id = spec.experts(Experts::new("m", EXPERTS, HIDDEN, INTER).top_k(TOP_K)).unwrap();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let mut rng = StdRng::seed_from_u64(12);
-    for &tokens in choose(&[16, 200, 600][..], &[16, 600]) {
-        let capacity = Capacity::tokens(tokens).slots(3).rank(16);
-        let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 8 << 20).unwrap();
-        let mut routing = Routing::new(queue, capacity, 2).unwrap();
-        let [mut workspace, mut eager_workspace] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
-        let routes = RouteCapacity::tokens(tokens).top_k(TOP_K).experts(EXPERTS);
-        let [mut grouping, mut eager_grouping] = [queue; 2].map(|queue| Grouping::new(queue, routes).unwrap());
-        let mut on = ExpertsStep::new(&weights, id, tokens, &mut rng);
-        on.take();
-        let mut graph: Graph =
-            weights.capture(&routing, tokens, &mut workspace, |step| on.record(step, &mut grouping)).unwrap();
-        drop(grouping);
-        let mut results: Vec<Vec<bf16>> = Vec::new();
-        for number in 0..6 {
-            if number > 0 {
-                let adapter = experts_adapter([16, 3, 8][number % 3], &mut rng);
-                let image = adapter.plan(&model, DType::BF16).unwrap();
-                weights.load(number % 3, &image).unwrap();
-            }
-            let ids: Vec<i32> = (0..tokens * TOP_K).map(|_| rng.random_range(-1..=EXPERTS as i32)).collect();
-            let router: Vec<f32> = (0..tokens * TOP_K).map(|_| rng.random_range(0.0..1.0)).collect();
-            on.ids.write(&ids).unwrap();
-            on.router.write(&router).unwrap();
-            let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..3)).collect();
-            let slots = slots_of(&weights, &slots);
-            let batch = routing.update(&Batch::new(&slots)).unwrap();
-            graph.replay(&mut weights.step(&batch, &mut workspace).unwrap()).unwrap();
-            let replayed = on.take();
-            let mut step = weights.step(&batch, &mut eager_workspace).unwrap();
-            on.record(&mut step, &mut eager_grouping).unwrap();
-            let eager = on.take();
-            assert!(eager.iter().all(|value| value.to_f32().is_finite()));
-            let bits = |values: &[bf16]| bytemuck::cast_slice::<_, u16>(values).to_vec();
-            assert!(bits(&replayed) == bits(&eager), "{tokens} tokens, step {number}");
-            assert!(!results.contains(&replayed), "{tokens} tokens, step {number}: nothing has changed");
-            results.push(replayed);
-        }
-    }
 }
 
 /// Routes are refused after a replay that has grouped others in their place.
@@ -1235,16 +1152,4 @@ fn routes_are_refused_where_others_may_have_been_grouped() {
         add(step, &mut routes)
     };
     weights.capture(&routing, ROWS, &mut workspace, record).unwrap();
-}
-
-fn experts_adapter(rank: usize, rng: &mut StdRng) -> aril::adapter::Adapter {
-    let modules = [("gate", [HIDDEN, INTER]), ("up", [HIDDEN, INTER]), ("down", [INTER, HIDDEN])];
-    let tensors = modules.into_iter().flat_map(|(module, [input, output])| {
-        [("A", [EXPERTS, rank, input]), ("B", [EXPERTS, output, rank])].map(|(side, shape)| {
-            let values: Vec<f32> = (0..shape.iter().product()).map(|_| rng.random_range(-0.3..0.3)).collect();
-            (format!("m.{module}_proj.lora_{side}.weight"), tensor(DType::BF16, &shape, &values))
-        })
-    });
-    let tensors: Vec<_> = tensors.collect();
-    aril::adapter::Adapter::from_tensors(r#"{"peft_type": "LORA", "lora_alpha": 4}"#, tensors).unwrap()
 }

@@ -3,7 +3,7 @@
 
 use aril::{
     DType, Element,
-    cuda::{self, LaunchError, LoraLinear, Routing, Step, View, ViewMut, WeightTable, Workspace, raw},
+    cuda::{self, LoraLinear, Routing, WeightTable, Workspace, raw},
     model::{Linear, ModelSpec, Parallel, TpRank},
     plan::Capacity,
     routing::Batch,
@@ -14,7 +14,6 @@ use rand::{SeedableRng, rngs::StdRng};
 use crate::{
     backend::Value,
     common::{
-        adapters::Lora,
         case::Subject,
         compare::Place,
         consumers::{Case, Consumed, World, cases},
@@ -24,14 +23,13 @@ use crate::{
         small::choose,
         values::{Dtype, Values},
     },
-    device::{Buffer, Gpu, Refused::NotKept, refused},
+    device::{Buffer, Gpu},
     for_dtype,
-    hot_path::allocations,
     operations::{
         PoisonedRouting, PoisonedTable, Raw, bits, check_replays, mailbox_of_garbage, matrix, matrix_mut, property,
         raw_matrix, raw_matrix_mut, replayed, table, upload_all,
     },
-    setup::{load, slots_of},
+    setup::slots_of,
 };
 
 /// The safe API.
@@ -334,62 +332,6 @@ fn a_consumers_replay_sees_what_changed() {
         run::<half::f16>(&gpu, Dtype::F16, tokens);
         run::<f32>(&gpu, Dtype::F32, tokens);
     }
-}
-
-/// Launches allocate nothing on the host, and refuse in captures what a graph cannot keep.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_consumers_launch_allocates_nothing_and_captures_buffers_alone() {
-    const TOKENS: usize = 8;
-    const FEATURES: usize = 64;
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let mut spec = ModelSpec::new();
-    let gate_up = Linear::new("gate_up", Parallel::Replicated, 8).slice("gate", FEATURES).slice("up", FEATURES);
-    let gate_up = spec.linear(gate_up).unwrap();
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(TOKENS).slots(1).rank(8);
-    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 13).unwrap();
-    let gate_up = LoraLinear::new(&weights, gate_up).unwrap();
-    let mut routing = Routing::new(queue, capacity, 32).unwrap();
-    let [mut workspace, mut captured] = [&weights; 2].map(|weights| Workspace::new(weights).unwrap());
-
-    // Buffers, and slices that a graph cannot keep.
-    type Bf16 = half::bf16;
-    let zeros = |len: usize| cuda::Buffer::<Bf16>::zeros(queue, len).unwrap();
-    let (wide, mut out) = (zeros(TOKENS * 2 * FEATURES), zeros(TOKENS * FEATURES));
-    let slice = gpu.stream.alloc_zeros::<Bf16>(TOKENS * 2 * FEATURES).unwrap();
-    let mut slice_mut = gpu.stream.alloc_zeros::<Bf16>(TOKENS * FEATURES).unwrap();
-    fn input(view: View<'_, half::bf16>, cols: usize) -> cuda::Matrix<'_, half::bf16> {
-        cuda::Matrix::new(view, TOKENS, cols).unwrap()
-    }
-    fn output<'a>(view: impl Into<ViewMut<'a, half::bf16>>) -> cuda::MatrixMut<'a, half::bf16> {
-        cuda::MatrixMut::new(view, TOKENS, FEATURES).unwrap()
-    }
-
-    let x = zeros(TOKENS * 8);
-    let narrow_x = || cuda::Matrix::<Bf16>::new(&x, TOKENS, 8).unwrap();
-    let slots = [load(&weights, 0, &[Lora::linear("gate_up.gate", 8, FEATURES, 1)]); TOKENS];
-    let mut step = |routing: &mut Routing| {
-        let batch = routing.update(&Batch::new(&slots)).unwrap();
-        let mut step = weights.step(&batch, &mut workspace).unwrap();
-        let shrunk = gate_up.shrink(&mut step, narrow_x()).unwrap();
-        shrunk.silu_mul(input((&wide).into(), 2 * FEATURES), output(&mut out)).unwrap();
-    };
-    step(&mut routing);
-    assert_eq!(allocations(|| (0..10).for_each(|_| step(&mut routing))), 0);
-
-    let mut captures = |record: &mut dyn FnMut(&mut Step<'_>) -> Result<(), LaunchError>| {
-        refused(weights.capture(&routing, TOKENS, &mut captured, |step| record(step)))
-    };
-    let of_slice = captures(&mut |step| {
-        gate_up.shrink(step, narrow_x())?.silu_mul(input((&slice).into(), 2 * FEATURES), output(&mut out))
-    });
-    assert_eq!(of_slice, NotKept("y"));
-    let to_slice = captures(&mut |step| {
-        gate_up.shrink(step, narrow_x())?.silu_mul(input((&wide).into(), 2 * FEATURES), output(&mut slice_mut))
-    });
-    assert_eq!(to_slice, NotKept("out"));
 }
 
 /// Operations behind one another, each of which starts while the one before ends, give the bits of operations that

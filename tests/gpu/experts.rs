@@ -6,27 +6,23 @@ pub mod steps;
 use aril::{
     DType, Element, Slot,
     adapter::{Adapter, Tensor},
-    cpu,
     cuda::{
         GroupedRoutes, Grouping, LaunchError, LoraExperts, Matrix, MatrixMut, Routing, Step, TopK, WeightTable,
         Workspace, raw,
     },
-    model::{Activation, Experts, Halves, ModelSpec, TpRank},
+    model::{Activation, Experts, ModelSpec, TpRank},
     plan::{Capacity, RouteCapacity},
     reference,
-    routing::{Batch, TopK as HostTopK},
+    routing::Batch,
 };
 use cudarc::driver::result;
 use proptest::prelude::*;
-use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{
     common::{
-        case::{Subject, loaded_slots},
+        case::Subject,
         compare::{Expected, Place, compare, expect_within},
-        experts::{
-            Act, Case, Lora, Module, Moe, OPERATIONS, Op, Sizes, WeightsOn, World, cases, launch_on_cpu, shapes,
-        },
+        experts::{Case, Lora, Module, Moe, OPERATIONS, Op, Sizes, WeightsOn, World, cases},
         small::choose,
         values::Dtype,
     },
@@ -691,102 +687,5 @@ fn activations_are_those_of_the_reference() {
         run::<half::bf16>(&gpu, tokens);
         run::<half::f16>(&gpu, tokens);
         run::<f32>(&gpu, tokens);
-    }
-}
-
-/// Layers of one model, where each adapter's experts share other factors, are bit-identical to the CPU: all sums are
-/// exact.
-#[test]
-#[ignore = "needs a GPU"]
-fn layers_of_one_model_have_each_its_own() {
-    const LAYERS: [([usize; 3], Halves); 2] = [([3, 24, 16], Halves::GateUp), ([2, 40, 8], Halves::Interleaved)];
-    type T = half::bf16;
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let mut spec = ModelSpec::new();
-    let ids = [0, 1].map(|layer| {
-        let ([num_experts, hidden, inter], halves) = LAYERS[layer];
-        let experts = Experts::new(format!("layers.{layer}.experts"), num_experts, hidden, inter);
-        spec.experts(experts.halves(halves).top_k(4)).unwrap()
-    });
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(300).slots(4).rank(12);
-    let weights = WeightTable::new(queue, &model, T::DTYPE, capacity, 1 << 20).unwrap();
-    let on_cpu = cpu::WeightTable::new(&model, T::DTYPE, capacity, 1 << 20).unwrap();
-    let mut rng = StdRng::seed_from_u64(9);
-    for (slot, (ranks, shared)) in
-        [([3, 12], [true, false]), ([9, 1], [false, true]), ([8, 5], [true, true])].into_iter().enumerate()
-    {
-        let mut tensors = Vec::new();
-        for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
-            for (module, [input, output]) in
-                [("gate", [hidden, inter]), ("up", [hidden, inter]), ("down", [inter, hidden])]
-            {
-                let shares = |outer: bool| if shared[layer] && outer { 1 } else { num_experts };
-                let shapes = [
-                    ("A", [shares(module != "down"), ranks[layer], input]),
-                    ("B", [shares(module == "down"), output, ranks[layer]]),
-                ];
-                tensors.extend(shapes.map(|(side, shape)| {
-                    let len = shape.iter().product();
-                    let values: Vec<f32> = (0..len).map(|_| rng.random_range(-1..=1_i8).into()).collect();
-                    let path = format!("layers.{layer}.experts.{module}_proj.lora_{side}.weight");
-                    (path, Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap())
-                }));
-            }
-        }
-        let config = r#"{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": ALPHAS}"#;
-        let alphas = [0, 1].map(|layer| {
-            ["gate", "up", "down"]
-                .map(|module| format!(r#""layers.{layer}.experts.{module}_proj": {}"#, ranks[layer]))
-                .join(", ")
-        });
-        let config = config.replace("ALPHAS", &format!("{{{}}}", alphas.join(", ")));
-        let adapter = Adapter::from_tensors(&config, tensors).unwrap();
-        let image = adapter.plan(&model, T::DTYPE).unwrap();
-        weights.load(slot, &image).unwrap();
-        on_cpu.load(slot, &image).unwrap();
-    }
-    let layers = ids.map(|id| LoraExperts::new(&weights, id).unwrap());
-    let mut workspace = Workspace::new(&weights).unwrap();
-    let mut cpu_workspace = cpu::Workspace::default();
-    let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    for tokens in [16, 200, 300] {
-        let slots: Vec<i32> = (0..tokens).map(|_| rng.random_range(-1..4)).collect();
-        let cpu_slots = loaded_slots(&slots, |slot| on_cpu.get(slot));
-        let (slots, host_batch) = (loaded_slots(&slots, |slot| weights.get(slot)), Batch::new(&cpu_slots));
-        let batch = routing.update(&Batch::new(&slots)).unwrap();
-        for (layer, ([num_experts, hidden, inter], _)) in LAYERS.into_iter().enumerate() {
-            let chosen: Vec<i32> = (0..4 * tokens).map(|_| rng.random_range(-1..=num_experts as i32)).collect();
-            let ids_on_gpu = gpu.upload(&chosen);
-            let of_layer = RouteCapacity::tokens(tokens).top_k(4).experts(num_experts);
-            let mut grouping = Grouping::new(queue, of_layer).unwrap();
-            let mut step = weights.step(&batch, &mut workspace).unwrap();
-            let mut routes = grouping.update(&mut step, TopK::new(ids_on_gpu.view(), 4).unwrap()).unwrap();
-            let mut values = |[rows, cols]: [usize; 2]| -> Vec<T> {
-                (0..rows * cols).map(|_| T::from_f32(rng.random_range(-1..=1_i8).into())).collect()
-            };
-            for op in OPERATIONS.map(|op| if op.has_out() && op != Op::Combine { Op::Activate(Act::Relu2) } else { op })
-            {
-                let shapes = shapes(op, [hidden, inter], [tokens, 4 * tokens]);
-                let [x, y, mut target] = shapes.map(&mut values);
-                let [on_x, on_y, mut on_target] = [&x, &y, &target].map(|values| gpu.upload(values));
-                let inputs = [(&on_x, shapes[0]), (&on_y, shapes[1])];
-                let inputs = inputs.map(|(values, [rows, cols])| Matrix::new(values.view::<T>(), rows, cols).unwrap());
-                let [_, _, [rows, cols]] = shapes;
-                let written = MatrixMut::new(on_target.view_mut(), rows, cols).unwrap();
-                launch(&layers[layer], op, &mut step, &mut routes, inputs, written).unwrap();
-
-                let inputs = [(&x, shapes[0]), (&y, shapes[1])];
-                let inputs = inputs.map(|(values, [rows, cols])| cpu::Matrix::new(values, rows, cols).unwrap());
-                let written = cpu::MatrixMut::new(&mut target, rows, cols).unwrap();
-                let experts = cpu::LoraExperts::new(&on_cpu, ids[layer]).unwrap();
-                let mut step = on_cpu.step(&host_batch, &mut cpu_workspace).unwrap();
-                let top_k = HostTopK::new(&chosen, 4).unwrap();
-                launch_on_cpu(&experts, op, &mut step, &top_k, inputs, written).unwrap();
-                // Zeros may be of either sign.
-                assert!(on_target.read::<T>() == target, "layer {layer}, {op:?} of {tokens} tokens");
-            }
-        }
     }
 }

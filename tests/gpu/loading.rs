@@ -2,21 +2,17 @@
 //! after its last use.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aril::{
-    DType, Slot,
+    DType,
     adapter::{Adapter, AdapterError, Tensor},
-    cuda::{Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, Step, WeightTable, Workspace},
+    cuda::{Buffer, Staging},
     error::LoadError,
-    model::{Linear, LinearId, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
-    routing::Batch,
 };
-use half::bf16;
 
 use crate::{
     common::{adapters, adding},
@@ -283,125 +279,4 @@ fn a_table_may_be_dropped_while_it_is_filled() {
         other.read(&mut got).unwrap();
         assert!(got == ones, "a table that is gone was filled");
     }
-}
-
-/// A linear layer's path below a layer of the model, its input features, and its modules with their output features.
-type Shape = (&'static str, usize, &'static [(&'static str, usize)]);
-
-const QWEN3_8B: [Shape; 4] = [
-    ("self_attn", 4096, &[("q_proj", 4096), ("k_proj", 1024), ("v_proj", 1024)]),
-    ("self_attn", 4096, &[("o_proj", 4096)]),
-    ("mlp", 4096, &[("gate_proj", 12288), ("up_proj", 12288)]),
-    ("mlp", 12288, &[("down_proj", 4096)]),
-];
-const QWEN3_8B_LAYERS: usize = 36;
-
-/// An adapter of every module, with small weights.
-fn qwen3_8b_adapter(rank: usize) -> Adapter {
-    let tensor = |shape: [usize; 2]| {
-        let values = vec![bf16::from_f32(1.0 / 4096.0); shape[0] * shape[1]];
-        Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec()).unwrap()
-    };
-    let modules = QWEN3_8B.into_iter().flat_map(|(path, input, modules)| {
-        modules.iter().map(move |&(module, output)| (format!("{path}.{module}"), input, output))
-    });
-    let modules: Vec<_> = modules.collect();
-    let tensors = (0..QWEN3_8B_LAYERS).flat_map(|layer| {
-        modules.iter().flat_map(move |(module, input, output)| {
-            [("A", [rank, *input]), ("B", [*output, rank])]
-                .map(|(side, shape)| (format!("model.layers.{layer}.{module}.lora_{side}.weight"), tensor(shape)))
-        })
-    });
-    Adapter::from_tensors(&format!(r#"{{"peft_type": "LORA", "r": {rank}, "lora_alpha": 16}}"#), tensors).unwrap()
-}
-
-/// The median and the 99th percentile of the microseconds from enqueuing a replay to its end.
-fn percentiles(gpu: &Gpu, graph: &mut Graph, step: &mut Step<'_>, replays: usize) -> [f64; 2] {
-    let mut times: Vec<f64> = (0..replays)
-        .map(|_| {
-            let start = Instant::now();
-            graph.replay(step).unwrap();
-            gpu.synchronize();
-            start.elapsed().as_secs_f64() * 1e6
-        })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    [times[replays / 2], times[replays * 99 / 100]]
-}
-
-/// All operations of a decode step of Qwen3-8B, replayed while another thread loads adapters of more than 100 MB
-/// through `load`.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_loader_thread_does_not_delay_a_decode_graph() {
-    const ROWS: usize = 16;
-    const REPLAYS: usize = 2500;
-    const TRIES: usize = 5;
-    let gpu = Gpu::new();
-    let queue = &gpu.queue;
-    let mut spec = ModelSpec::new();
-    let mut ids: Vec<(LinearId, usize, usize)> = Vec::new();
-    for layer in 0..QWEN3_8B_LAYERS {
-        for (path, input, modules) in QWEN3_8B {
-            let linear = Linear::new(format!("model.layers.{layer}.{path}"), Parallel::Replicated, input);
-            let linear = modules.iter().fold(linear, |linear, &(module, output)| linear.slice(module, output));
-            let output = modules.iter().map(|(_, output)| output).sum();
-            ids.push((spec.linear(linear).unwrap(), input, output));
-        }
-    }
-    let model = spec.shard(TpRank::SINGLE).unwrap();
-    let capacity = Capacity::tokens(ROWS).slots(6).rank(32);
-    let weights = WeightTable::new(queue, &model, DType::BF16, capacity, 1 << 30).unwrap();
-    let [served, loaded] = [16, 24].map(qwen3_8b_adapter);
-    let [served, loaded] = [&served, &loaded].map(|adapter| adapter.plan(&model, DType::BF16).unwrap());
-    let served = [0, 1, 2, 3].map(|slot| weights.load(slot, &served).unwrap());
-    let slots: Vec<Slot> = served.into_iter().cycle().take(ROWS).collect();
-    let mut routing = Routing::new(queue, capacity, 1).unwrap();
-    let mut workspace = Workspace::new(&weights).unwrap();
-    let layers: Vec<_> = ids.iter().map(|&(id, ..)| LoraLinear::new(&weights, id).unwrap()).collect();
-    let [x, mut y] = [12288, 2 * 12288].map(|features| Buffer::<bf16>::zeros(queue, ROWS * features).unwrap());
-    let record = |step: &mut Step<'_>| -> Result<(), LaunchError> {
-        for (layer, &(_, input, output)) in layers.iter().zip(&ids) {
-            let x = Matrix::new(x.slice(0..ROWS * input), ROWS, input)?;
-            layer.add_delta(step, x, MatrixMut::new(y.slice_mut(0..ROWS * output), ROWS, output)?)?;
-        }
-        Ok(())
-    };
-    let mut graph = weights.capture(&routing, ROWS, &mut workspace, record).unwrap();
-    let batch = routing.update(&Batch::new(&slots)).unwrap();
-    let mut step = weights.step(&batch, &mut workspace).unwrap();
-    percentiles(&gpu, &mut graph, &mut step, 200);
-
-    let mut shown = String::new();
-    let is_undelayed = (0..TRIES).any(|_| {
-        let alone = percentiles(&gpu, &mut graph, &mut step, REPLAYS);
-        let (is_done, loads) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let beside = thread::scope(|threads| {
-            let loader = threads.spawn(|| {
-                while !is_done.load(Ordering::Relaxed) {
-                    weights.load(5, &loaded).unwrap();
-                    loads.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            while loads.load(Ordering::Relaxed) == 0 && !loader.is_finished() {
-                thread::yield_now();
-            }
-            let beside = percentiles(&gpu, &mut graph, &mut step, REPLAYS);
-            is_done.store(true, Ordering::Relaxed);
-            beside
-        });
-        let loads = loads.into_inner();
-        shown = format!(
-            "a decode graph takes {:.0} µs, p99 {:.0}; beside {loads} loads of {} MB {:.0} µs, p99 {:.0}",
-            alone[0],
-            alone[1],
-            loaded.bytes() / 1_000_000,
-            beside[0],
-            beside[1]
-        );
-        println!("{shown}");
-        assert!(loads > 10, "too few loads to tell: {shown}");
-        beside[1] <= 1.10 * alone[1]
-    });
-    assert!(is_undelayed, "{shown}");
 }

@@ -1,12 +1,20 @@
 //! The device's grouping of tokens against the host's.
 
-use aril::{cuda::LaunchError, cuda::raw, plan::Capacity, routing::Segments};
+use aril::{
+    DType,
+    cuda::{LaunchError, LoraLinear, WeightTable, Workspace, raw},
+    plan::Capacity,
+    routing::Segments,
+};
 use proptest::prelude::*;
 
 use crate::{
+    common::adding,
     device::{Buffer, Gpu},
     operations::config,
 };
+
+const FEATURES: usize = 64;
 
 fn update(gpu: &Gpu, memory: &Buffer, capacity: Capacity, slots: &[i32], on_device: bool) -> (Vec<i32>, Vec<i32>) {
     // SAFETY: the memory outlives the routing and is used on one stream.
@@ -92,4 +100,53 @@ fn a_host_that_runs_ahead_is_told() {
     assert!(matches!(update(), Err(LaunchError::Busy { steps_in_flight: 2 })));
     gpu.synchronize();
     update().unwrap();
+}
+
+/// Routing on the device is part of the graph: the slots it reads may change between replays.
+#[test]
+#[ignore = "needs a GPU"]
+fn routing_on_the_device_is_captured() {
+    let gpu = Gpu::new();
+    let Gpu { kernels, queue, .. } = &gpu;
+    let (model, ids) = adding::model(1, FEATURES);
+    let capacity = Capacity::tokens(4).slots(2).rank(8);
+    let weights = WeightTable::new(queue, &model, DType::F32, capacity, 1 << 20).unwrap();
+    for (slot, value) in [(0, 1.0), (1, 2.0)] {
+        let adapter = adding::adapter(1, FEATURES, 1, value);
+        weights.load(slot, &adapter.plan(&model, DType::F32).unwrap()).unwrap();
+    }
+    let linear = LoraLinear::for_model(kernels, &model, ids[0], DType::F32, capacity).unwrap();
+    let workspace = Workspace::with_bytes(queue, linear.plan().workspace_bytes()).unwrap();
+    let memory = gpu.without_indices(raw::Routing::device_bytes(capacity).unwrap());
+    // SAFETY: the memory outlives the routing and is used on one stream.
+    let mut routing = unsafe { raw::Routing::new(kernels, capacity, 1, memory.region()) }.unwrap();
+    let mut slots = gpu.upload(&[-1_i32; 4]);
+    let mut scales = gpu.upload(&[1.0_f32; 4]);
+    let x = gpu.upload(&[1.0_f32; 4 * FEATURES]);
+    let mut y = gpu.upload(&[0.0_f32; 4 * FEATURES]);
+    let (x_matrix, y_matrix) =
+        (raw::MatrixRef::new::<f32>(x.address(), 4, FEATURES), raw::MatrixMut::new::<f32>(y.address(), 4, FEATURES));
+    let graph = gpu.capture(|| {
+        let stream = gpu.raw_stream();
+        // SAFETY: every captured operand outlives the last replay.
+        let batch = unsafe { routing.update_on_device(slots.address(), Some(scales.address()), 4, stream) }.unwrap();
+        let step = raw::Step::new(weights.raw(), batch, workspace.raw(), stream);
+        // SAFETY: as above.
+        unsafe { linear.add_delta_raw(&step, x_matrix, y_matrix) }.unwrap();
+    });
+    for step in [[0, 1, -1, 9], [1, 1, 0, 0], [i32::MIN, -1, 1, i32::MAX]] {
+        slots.write(&step);
+        scales.write(&[1.0_f32, 0.5, 3.0, -1.0]);
+        y.write(&[0.0_f32; 4 * FEATURES]);
+        graph.replay();
+        let result = y.read::<f32>();
+        for (token, (slot, scale)) in step.into_iter().zip([1.0, 0.5, 3.0, -1.0]).enumerate() {
+            let value = match slot {
+                0 => 1.0,
+                1 => 2.0,
+                _ => 0.0,
+            };
+            assert_eq!(result[token * FEATURES], value * scale, "{step:?}, token {token}");
+        }
+    }
 }

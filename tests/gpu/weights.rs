@@ -2,12 +2,9 @@
 
 use aril::{
     DType, Slot,
-    adapter::{
-        Adapter,
-        layout::{B, LinearA},
-    },
+    adapter::Adapter,
     cuda::{LaunchError, LoraLinear, Matrix, MatrixMut, Routing, Staging, WeightTable, Workspace},
-    error::{LoadError, SlotError},
+    error::LoadError,
     model::{LinearId, Model},
     plan::Capacity,
     routing::Batch,
@@ -65,20 +62,6 @@ impl Setup {
     }
 }
 
-#[test]
-#[ignore = "needs a GPU"]
-fn a_slot_holds_what_was_loaded_last() {
-    let setup = Setup::new(1 << 20);
-    assert_eq!(setup.deltas(), [0.0; 4]);
-    setup.load(1, 64, 3.0).unwrap();
-    setup.load(3, 2, 5.0).unwrap();
-    assert_eq!(setup.deltas(), [0.0, 3.0, 0.0, 5.0]);
-    setup.load(1, 4, 7.0).unwrap();
-    assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 5.0]);
-    setup.weights.unload(3).unwrap();
-    assert_eq!(setup.deltas(), [0.0, 7.0, 0.0, 0.0]);
-}
-
 /// An arena sized for adapters holds them in any order, and not one more as large as the smallest.
 #[test]
 #[ignore = "needs a GPU"]
@@ -126,60 +109,6 @@ fn memory_is_reused_cleanly() {
             Err(error) => panic!("{error}"),
         }
     }
-}
-
-/// A clone is the same table, even on another thread.
-#[test]
-#[ignore = "needs a GPU"]
-fn a_slot_is_gone_when_another_thread_has_unloaded_it() {
-    let setup = Setup::new(1 << 20);
-    let slot = setup.load(2, 4, 4.0).unwrap();
-    assert_eq!((slot.index(), setup.weights.check([])), (Some(2), Ok(())));
-    let weights = setup.weights.clone();
-    std::thread::scope(|scope| scope.spawn(|| weights.unload(2).unwrap()).join().unwrap());
-    assert_eq!(setup.weights.check([slot]), Err(SlotError::Gone { slot }));
-}
-
-#[test]
-#[ignore = "needs a GPU"]
-fn a_table_says_what_it_holds() {
-    let elems = LinearA { rank: 64, in_features: FEATURES }.elems() + B { out_features: FEATURES, rank: 64 }.elems();
-    let largest = elems * size_of::<f32>();
-    let setup = Setup::new(2 * largest);
-    let empty = setup.weights.usage();
-    assert_eq!((empty.capacity, empty.used, empty.free()), (2 * largest, 0, 2 * largest));
-    assert!(setup.weights.loaded().is_empty() && setup.weights.get(0).is_none());
-    assert_eq!(setup.weights.get(4), None);
-    assert_eq!((setup.weights.dtype(), setup.weights.model()), (DType::F32, &setup.model));
-
-    let (third, first) = (setup.load(3, 64, 1.0).unwrap(), setup.load(1, 16, 1.0).unwrap());
-    let loaded = setup.weights.loaded();
-    let found: Vec<_> = loaded.iter().map(|info| (info.slot, info.bytes, info.max_rank)).collect();
-    assert_eq!(found, [(first, largest / 4, 16), (third, largest, 64)]);
-    assert_eq!(setup.weights.get(3), Some(loaded[1]));
-    let usage = setup.weights.usage();
-    assert_eq!((usage.used, usage.free()), (largest / 4 + largest, 2 * largest - largest / 4 - largest));
-    assert!(usage.largest_gap <= usage.free());
-
-    let [large, small] = [64, 16].map(|rank| adapter(rank, 2.0));
-    let [large, small] = [&large, &small].map(|adapter| adapter.plan(&setup.model, DType::F32).unwrap());
-    assert!(setup.weights.fits(&small) && !setup.weights.fits(&large));
-    for error in [setup.weights.load(0, &large).map(drop), setup.weights.reserve(&large).map(drop)] {
-        let Err(LoadError::Full { bytes, largest_gap }) = error else { panic!("{error:?}") };
-        assert_eq!((bytes, largest_gap), (largest, usage.largest_gap));
-    }
-    let reservation = setup.weights.reserve(&small).unwrap();
-    let row = setup.weights.usage().used - usage.used - small.bytes();
-    // Staged descriptors.
-    assert!(row > 0 && row <= 256, "{row}");
-    assert_eq!((setup.weights.loaded().len(), reservation.bytes()), (2, small.bytes()));
-    drop(reservation);
-    assert_eq!(setup.weights.usage(), usage);
-    setup.weights.unload(3).unwrap();
-    setup.weights.unload(3).unwrap();
-    assert!(setup.weights.fits(&large));
-    setup.weights.unload(1).unwrap();
-    assert_eq!(setup.weights.usage(), empty);
 }
 
 #[test]

@@ -7,11 +7,8 @@ use std::{
 };
 
 use aril::{
-    DType, Slot,
-    cpu::Workspace,
-    error::OperandError,
+    DType,
     pool::{AdapterId, CacheNamespace, PoolConfig, PoolError, Source, StreamId, Tier},
-    routing::Batch,
 };
 
 use crate::setup::{BYTES, Setup, adapter};
@@ -99,55 +96,6 @@ fn a_slot_waits_for_the_end_of_a_step_on_every_stream_that_it_was_leased_for() {
         assert!(matches!(fresh.pool.end_step(unknown), Err(PoolError::NoSuchStream { .. })));
     }
     fresh.finish();
-    setup.finish();
-}
-
-/// Whether a step of this stream with this slot is refused, by its name.
-fn is_refused_on(setup: &Setup, stream: StreamId, slot: Slot) -> bool {
-    let (slots, mut workspace) = ([Slot::BASE, slot], Workspace::default());
-    match setup.pool.step(stream, &Batch::new(&slots), &mut workspace) {
-        Ok(_) => false,
-        Err(error) => {
-            assert_eq!(error, OperandError::NotLeased { slot });
-            true
-        }
-    }
-}
-
-/// Whichever of them leased first, and whichever ends its step first.
-#[test]
-fn the_end_of_a_step_closes_the_slots_of_its_own_stream_alone() {
-    let mut setup = Setup::new(2, 3);
-    let streams = [STREAM, setup.pool.add_stream(), setup.pool.add_stream()];
-    let id = setup.adding(1.0);
-    setup.use_once(id);
-    for (first, second) in streams.iter().flat_map(|&first| streams.map(|second| (first, second))) {
-        if first == second {
-            continue;
-        }
-        for is_first_kept in [false, true] {
-            let leases = [first, second].map(|stream| setup.pool.acquire(id, stream).unwrap());
-            let (slot, [mut ended, mut kept]) = (leases[0].slot(), leases);
-            if is_first_kept {
-                std::mem::swap(&mut ended, &mut kept);
-            }
-            let stream = ended.stream();
-            drop(ended);
-            setup.pool.end_step(stream).unwrap();
-            for other in streams {
-                assert_eq!(is_refused_on(&setup, other, slot), other != kept.stream(), "{other:?} of {kept:?}");
-            }
-            let kept_stream = kept.stream();
-            drop(kept);
-            streams
-                .iter()
-                .filter(|&&other| other != kept_stream)
-                .for_each(|&other| setup.pool.end_step(other).unwrap());
-            assert!(!is_refused_on(&setup, kept_stream, slot), "operations may follow until the end of the step");
-            setup.pool.end_step(kept_stream).unwrap();
-            assert!(streams.iter().all(|&other| is_refused_on(&setup, other, slot)));
-        }
-    }
     setup.finish();
 }
 
