@@ -295,25 +295,14 @@ impl Json<'_, '_, '_> {
     }
 
     fn write_text(&self, out: &mut String, text: &str) {
-        out.push('"');
-        for char in text.chars() {
-            match char {
-                '"' | '\\' => out.extend(['\\', char]),
-                '\n' => out.push_str("\\n"),
-                '\r' => out.push_str("\\r"),
-                '\t' => out.push_str("\\t"),
-                '\u{8}' => out.push_str("\\b"),
-                '\u{c}' => out.push_str("\\f"),
-                _ if char < ' ' || (self.is_ascii && !(' '..='~').contains(&char)) => {
-                    let mut units = [0; 2];
-                    for unit in char.encode_utf16(&mut units) {
-                        out.push_str(&format!("\\u{unit:04x}"));
-                    }
-                }
-                _ => out.push(char),
+        let quoted = serde_json::Value::from(text).to_string();
+        for char in quoted.chars() {
+            if self.is_ascii && !(' '..='~').contains(&char) {
+                char.encode_utf16(&mut [0; 2]).iter().for_each(|unit| out.push_str(&format!("\\u{unit:04x}")));
+            } else {
+                out.push(char);
             }
         }
-        out.push('"');
     }
 }
 
