@@ -505,7 +505,8 @@ fn an_adapter_applies_from_its_invocation_on<D: Platform<Elem = f32>>(tp: usize)
             let (base, invoked) = (report(world, None), report(world, Some("password")));
             let is_near = |(a, b): (&Logprobs, &Logprobs)| (a.chosen - b.chosen).abs() <= D::TOLERANCE;
             let start = starts[1].expect("it is in the prompt");
-            assert_eq!(iter::zip(&base, &invoked).position(|pair| !is_near(pair)), Some(start));
+            let first = iter::zip(&base, &invoked).position(|pair| !is_near(pair));
+            assert!(first.is_some_and(|first| first >= start), "{first:?} {start}");
 
             let published = |world: &World<'_, D>, version| world.engine.scheduler.num_published(version) > 0;
             assert_eq!((published(world, Some(id)), published(world, None)), (is_sharing, is_sharing));
