@@ -237,7 +237,7 @@ impl Tensor {
         &self.shape
     }
 
-    /// The elements: row-major, little-endian.
+    /// The elements: row-major, little-endian; none if they are in device memory.
     ///
     /// # Panics
     /// If the handle that has them has fewer bytes now than when the tensor was made.
@@ -264,18 +264,20 @@ impl Tensor {
         index
     }
 
-    /// All elements as `f32`, row-major.
+    /// All elements as `f32`, row-major. Those in device memory are read.
     ///
     /// # Panics
-    /// As for [`bytes`](Self::bytes).
+    /// As for [`bytes`](Self::bytes), or if device memory cannot be read.
     pub fn to_f32(&self) -> Vec<f32> {
         fn widen<T: Element>(bytes: &[u8]) -> Vec<f32> {
             bytes.chunks_exact(size_of::<T>()).map(|bytes| bytemuck::pod_read_unaligned::<T>(bytes).to_f32()).collect()
         }
+        let (len, mut buffer) = (self.shape.iter().product::<usize>() * self.dtype.bytes(), Vec::new());
+        let bytes = self.read(0..len, &mut buffer).expect("the memory can be read");
         match self.dtype {
-            DType::BF16 => widen::<bf16>(self.bytes()),
-            DType::F16 => widen::<f16>(self.bytes()),
-            DType::F32 => widen::<f32>(self.bytes()),
+            DType::BF16 => widen::<bf16>(bytes),
+            DType::F16 => widen::<f16>(bytes),
+            DType::F32 => widen::<f32>(bytes),
         }
     }
 }
@@ -534,5 +536,32 @@ impl<'a> Rows<'a> {
     pub(super) fn iter(&self) -> impl Iterator<Item = &'a [u8]> {
         let Self { bytes, stride, len, rows } = *self;
         (0..rows).map(move |row| &bytes[row * stride..][..len])
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    /// Bytes, behind others.
+    struct Elsewhere(Vec<u8>);
+
+    impl Remote for Elsewhere {
+        fn read(&self, bytes: &mut [u8], start: usize) -> Result<(), AdapterError> {
+            bytes.copy_from_slice(&self.0[start..][..bytes.len()]);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn elements_that_are_elsewhere_are_read() {
+        let values = [1.0, -2.0, 0.5, 3.0_f32];
+        let bytes = [&[0xff; 8][..], bytemuck::bytes_of(&values)].concat();
+        let from = Arc::new(Elsewhere(bytes));
+        let tensor = Tensor::remote(FileType::Kept(DType::F32), vec![2, 2], from, 8..24).unwrap();
+        assert_eq!((tensor.to_f32(), tensor.bytes()), (values.to_vec(), &[][..]));
+        let mut buffer = Vec::new();
+        assert_eq!(tensor.read(4..8, &mut buffer).unwrap(), bytemuck::bytes_of(&values[1]));
     }
 }

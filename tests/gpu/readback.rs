@@ -50,6 +50,7 @@ fn both(queue: &Queue, modules: &[Lora]) -> [Adapter; 2] {
     let readback = Readback::new(queue).unwrap();
     let copies: Vec<_> =
         tensors.iter().map(|(name, tensor)| (name.clone(), on_device(queue, &readback, tensor))).collect();
+    assert!(tensors.iter().zip(&copies).all(|((_, tensor), (_, copy))| copy.to_f32() == tensor.to_f32()));
     [tensors, copies].map(|tensors| Adapter::from_tensors(&config, tensors).unwrap())
 }
 
