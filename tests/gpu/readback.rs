@@ -24,18 +24,16 @@ use crate::{
     setup::Spin,
 };
 
-/// The tensor's bytes in device memory, where the queue brings them behind what it has to do.
+/// The tensor's elements in device memory.
 fn on_device(queue: &Queue, readback: &Readback, tensor: &Tensor) -> Tensor {
     fn of<T>(queue: &Queue, readback: &Readback, tensor: &Tensor) -> Tensor
     where
         T: Element + DeviceRepr + ValidAsZeroBits,
     {
         let values: Vec<T> = tensor.bytes().chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-        let mut from = Buffer::zeros(queue, values.len()).unwrap();
-        from.write(&values).unwrap();
         let mut buffer = Buffer::<T>::zeros(queue, values.len()).unwrap();
-        queue.copy(&from, &mut buffer).unwrap();
-        readback.tensor(buffer, tensor.shape()).unwrap()
+        buffer.write(&values).unwrap();
+        readback.tensor(&buffer, tensor.shape()).unwrap()
     }
     match tensor.dtype() {
         DType::BF16 => of::<bf16>(queue, readback, tensor),
@@ -99,7 +97,8 @@ fn the_bytes_are_those_of_host_memory() {
     }
 }
 
-/// A load waits for the work that writes the tensors, and the calls of the pool do not.
+/// A load waits for the work that writes the tensors, and the calls of the pool do not. What is written to their memory
+/// afterwards is not theirs.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_pool_loads_what_the_queue_leaves() {
@@ -120,32 +119,23 @@ fn a_pool_loads_what_the_queue_leaves() {
 
     let (config, tensors) = adapters::parts(1.0, &modules);
     let readback = Readback::new(&trainer.queue).unwrap();
-    let mut buffers: Vec<_> = tensors
-        .iter()
-        .map(|(_, tensor)| tensor.bytes().len() / 4)
-        .map(|len| {
-            let mut buffer = Buffer::<f32>::zeros(&trainer.queue, len).unwrap();
-            buffer.write(&vec![f32::NAN; len]).unwrap();
-            buffer
-        })
-        .collect();
-    let sources: Vec<Buffer<f32>> = tensors
-        .iter()
-        .map(|(_, tensor)| {
-            let mut buffer = Buffer::zeros(&trainer.queue, tensor.bytes().len() / 4).unwrap();
-            buffer.write(&tensor.to_f32()).unwrap();
-            buffer
-        })
-        .collect();
+    let filled = |values: &[f32]| {
+        let mut buffer = Buffer::zeros(&trainer.queue, values.len()).unwrap();
+        buffer.write(values).unwrap();
+        buffer
+    };
+    // All tensors have as many elements, and are in one buffer in turn.
+    let steps: Vec<_> = tensors.iter().map(|(_, tensor)| filled(&tensor.to_f32())).collect();
+    let nan = filled(&vec![f32::NAN; steps[0].len()]);
+    let mut factor = filled(&vec![f32::NAN; steps[0].len()]);
     let spun = spin_of_trainer.run(300);
-    for (from, to) in sources.iter().zip(&mut buffers) {
-        trainer.queue.copy(from, to).unwrap();
-    }
     let start = Instant::now();
-    let of_device = tensors
-        .iter()
-        .zip(buffers)
-        .map(|((name, tensor), buffer)| (name.clone(), readback.tensor(buffer, tensor.shape()).unwrap()));
+    let of_device = tensors.iter().zip(&steps).map(|((name, tensor), step)| {
+        trainer.queue.copy(step, &mut factor).unwrap();
+        let tensor = readback.tensor(&factor, tensor.shape()).unwrap();
+        trainer.queue.copy(&nan, &mut factor).unwrap();
+        (name.clone(), tensor)
+    });
     let adapter = Arc::new(Adapter::from_tensors(&config, of_device.collect::<Vec<_>>()).unwrap());
     let id = pool.register(Source::memory(adapter, &model, DType::BF16).unwrap()).unwrap();
     let _ = pool.acquire(id, StreamId::FIRST);
@@ -169,9 +159,9 @@ fn a_pool_loads_what_the_queue_leaves() {
 fn what_is_no_tensor_is_refused() {
     let gpu = Gpu::new();
     let readback = Readback::new(&gpu.queue).unwrap();
-    let short = readback.tensor(Buffer::<f32>::zeros(&gpu.queue, 11).unwrap(), [3, 4]);
+    let short = readback.tensor(&Buffer::<f32>::zeros(&gpu.queue, 11).unwrap(), [3, 4]);
     assert!(matches!(short, Err(LoadError::Adapter(_))), "{short:?}");
     let other = Gpu::in_context(Arc::clone(&gpu.context));
-    let foreign = readback.tensor(Buffer::<f32>::zeros(&other.queue, 12).unwrap(), [3, 4]);
+    let foreign = readback.tensor(&Buffer::<f32>::zeros(&other.queue, 12).unwrap(), [3, 4]);
     assert!(matches!(foreign, Err(LoadError::Device(LaunchError::WrongStream { .. }))), "{foreign:?}");
 }

@@ -4,14 +4,14 @@
 
 use std::{io, sync::Arc};
 
-use cudarc::driver::{CudaEvent, DeviceRepr, result};
+use cudarc::driver::{CudaEvent, DeviceRepr, ValidAsZeroBits, result};
 
 use super::{LaunchError, OwnStream, Queue, Relaxed};
 use crate::{
     Element,
     adapter::{AdapterError, Remote, Tensor},
     arena::copies::CopyStream as _,
-    cuda::Buffer,
+    cuda::{Buffer, View},
     error::LoadError,
 };
 
@@ -19,8 +19,8 @@ use crate::{
 /// gets them from one that does. Clones are the same stream.
 ///
 /// Its tensors are like any others: of linear layers, experts and embeddings, for [`Adapter::from_tensors`], a pool's
-/// [`Source::memory`] and all ranks of a group. Loader threads read them, and hold up neither the caller nor steps. To
-/// go on training, copy the factors to buffers for each version ([`Queue::copy`]), of which the tensors are the owners.
+/// [`Source::memory`] and all ranks of a group. Loader threads read them, and hold up neither the caller nor steps. A
+/// tensor is a copy that nothing else can write, so that training goes on at once.
 ///
 /// ```no_run
 /// use aril::{adapter::{Adapter, Tensor}, cuda::{Buffer, Queue, Readback}, error::LoadError};
@@ -30,11 +30,13 @@ use crate::{
 /// fn version(
 ///     queue: &Queue,
 ///     config: &str,
-///     factors: Vec<(String, [usize; 2], Buffer<bf16>)>,
+///     factors: &[(String, [usize; 2], Buffer<bf16>)],
 /// ) -> Result<Adapter, LoadError> {
 ///     let readback = Readback::new(queue)?;
-///     let tensor = |(name, shape, factor)| Ok((name, readback.tensor(factor, shape)?));
-///     let tensors = factors.into_iter().map(tensor).collect::<Result<Vec<_>, LoadError>>()?;
+///     let tensor = |(name, shape, factor): &(String, [usize; 2], Buffer<bf16>)| {
+///         Ok((name.clone(), readback.tensor(factor, *shape)?))
+///     };
+///     let tensors = factors.iter().map(tensor).collect::<Result<Vec<_>, LoadError>>()?;
 ///     Ok(Adapter::from_tensors(config, tensors)?)
 /// }
 /// ```
@@ -47,7 +49,7 @@ pub struct Readback {
     stream: Arc<OwnStream>,
 }
 
-/// A buffer, and the end of the work on its queue when it became a tensor.
+/// A copy of a tensor's elements, and its end on the queue.
 #[derive(Debug)]
 struct OnDevice<T> {
     buffer: Buffer<T>,
@@ -56,7 +58,7 @@ struct OnDevice<T> {
 }
 
 impl Readback {
-    /// A stream for buffers of this queue.
+    /// A stream for memory of this queue.
     ///
     /// # Errors
     /// [`LaunchError::Driver`].
@@ -64,20 +66,21 @@ impl Readback {
         Ok(Self { queue: queue.clone(), stream: Arc::new(OwnStream::new(queue)?) })
     }
 
-    /// A row-major tensor of the elements of `buffer`, as the work that is on its queue now leaves them. The tensor
-    /// keeps the memory, and reads it again in each load. [`Tensor::bytes`] is empty.
+    /// A row-major tensor of `elements`, as the work that is on the queue now leaves them, in memory of its own, which
+    /// each load reads. [`Tensor::bytes`] is empty.
     ///
     /// # Errors
-    /// [`LoadError::Adapter`] if the number of elements does not match the shape, [`LoadError::Device`] if the buffer
-    /// belongs to another queue, or the queue's stream is being captured.
-    pub fn tensor<T: Element + DeviceRepr>(
+    /// [`LoadError::Adapter`] if the number of elements does not match the shape, [`LoadError::Device`] if they belong
+    /// to another queue, its stream is being captured, or device memory is exhausted.
+    pub fn tensor<'a, T: Element + DeviceRepr + ValidAsZeroBits>(
         &self,
-        buffer: Buffer<T>,
+        elements: impl Into<View<'a, T>>,
         shape: impl Into<Vec<usize>>,
     ) -> Result<Tensor, LoadError> {
-        self.queue.check("the tensor", buffer.memory().queue())?;
+        let elements = elements.into();
+        let mut buffer = Buffer::zeros(&self.queue, elements.len())?;
+        self.queue.copy(elements, &mut buffer)?;
         let (written, bytes) = (self.queue.new_event()?, buffer.len() * size_of::<T>());
-        self.queue.prepare()?;
         written.record(self.queue.stream()).map_err(LaunchError::from)?;
         let remote = OnDevice { buffer, written, readback: self.clone() };
         Ok(Tensor::on_device(T::DTYPE, shape.into(), Arc::new(remote), bytes)?)
@@ -91,7 +94,8 @@ impl<T> OnDevice<T> {
         let _relaxed = Relaxed::new();
         stream.wait_for(&self.written)?;
         let from = self.buffer.device_ptr() + start as u64;
-        // SAFETY: the tensor has these bytes, nothing writes them any more, and the copy ends before this returns.
+        // SAFETY: the tensor has these bytes, nothing but the copy before `written` writes them, and this copy ends
+        // before the call returns.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream.raw().as_raw().cast()) }?;
         stream.synchronize()
     }
