@@ -126,7 +126,11 @@ extern "C" {
 #define ARIL_FORWARD_STATIC_BYTES 1024
 #define ARIL_FORWARD_ALIGNMENT_BYTES 1024
 #define ARIL_SEGMENT_TOKENS 8  // of a segment
-#define ARIL_PACK_FACTORS 80   // of a launch of aril_pack
+#define ARIL_PACK_FACTORS 72   // of a launch of aril_pack
+// Kinds of a factor that is packed.
+#define ARIL_PACK_A 0
+#define ARIL_PACK_B 1
+#define ARIL_PACK_EMBEDDING_A 2
 
 #define ARIL_ERR_NO_KERNEL (-1)  // this build has no code for the device
 #define ARIL_ERR_ARGUMENT (-2)   // an argument is outside its limits, or an operand null
@@ -643,15 +647,17 @@ typedef struct aril_experts_args {
   aril_groups groups;
 } aril_experts_args;
 
-// A row-major factor, and where it is packed.
+// A factor, and where it is packed.
 typedef struct aril_pack_factor {
-  const void* source;  // [rows, cols]: A [rank, in] or B [out, rank]
-  void* target;        // as aril_descriptor says, aligned to ARIL_FACTOR_ALIGNMENT
+  const void*
+      source;    // [rows, cols]: A [rank, in], B [out, rank], or an embedding's A [vocab, rank]
+  void* target;  // as aril_descriptor says, aligned to ARIL_FACTOR_ALIGNMENT
   int64_t row_stride;
+  int64_t col_stride;
   int32_t rows;
   int32_t cols;
   int32_t core_rows;  // of the target: its elements, padding included, / ARIL_CORE
-  int32_t is_b;
+  int32_t kind;       // ARIL_PACK_A, _B or _EMBEDDING_A
   int32_t number;
   int32_t first_block;  // set by aril_pack
 } aril_pack_factor;

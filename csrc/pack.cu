@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// aril_pack: row-major factors in device memory to the layout of aril_descriptor.
+// aril_pack: factors in device memory to the layout of aril_descriptor.
 #include "device/pack.cuh"
 #include "host/launch.cuh"
 
@@ -45,6 +45,8 @@ extern "C" int32_t aril_pack(const aril_pack_args* args, void* stream) {
   int blocks = 0;
   for (int i = 0; i < args->num_factors; ++i) {
     ARIL_CHECK(are_set(args->factors[i].source, args->factors[i].target));
+    ARIL_CHECK(args->factors[i].kind >= ARIL_PACK_A &&
+               args->factors[i].kind <= ARIL_PACK_EMBEDDING_A);
     numbered.factors[i].first_block = blocks;
     blocks += (numbered.factors[i].core_rows + kPackBlockRows - 1) / kPackBlockRows;
   }

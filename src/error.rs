@@ -39,16 +39,6 @@ pub enum LoadError {
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     #[error(transparent)]
     Device(#[from] LaunchError),
-    /// The factors of a module in device memory do not match it.
-    #[cfg(feature = "cuda")]
-    #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
-    #[error("the factors of `{module}`: {error}")]
-    Factors {
-        /// Path of the module.
-        module: String,
-        /// Why.
-        error: Box<LaunchError>,
-    },
     /// The arena has no free block of the adapter's size.
     #[error(
         "the adapter needs {bytes} contiguous bytes, but the largest free block of the weight table has {largest_gap}"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //
-// Packs row-major factors in device memory into the layout of aril_descriptor.
+// Packs factors in device memory into the layout of aril_descriptor.
 #pragma once
 
 #include <type_traits>
@@ -46,6 +46,16 @@ __device__ __forceinline__ CoreRow row_of_b(int i, int rank_tiles) {
           rank_tile * ARIL_RANK_TILE, ((groups + in_group) * kCores + core) * ARIL_CORE + n};
 }
 
+// The same of an embedding's A, whose rows lie one after the other.
+__device__ __forceinline__ CoreRow row_of_embedding_a(int i, int rank_tiles) {
+  return {i / rank_tiles, i % rank_tiles * ARIL_RANK_TILE, i};
+}
+
+__device__ __forceinline__ CoreRow row_of(int kind, int i, int rank_tiles) {
+  if (kind == ARIL_PACK_EMBEDDING_A) return row_of_embedding_a(i, rank_tiles);
+  return kind == ARIL_PACK_B ? row_of_b(i, rank_tiles) : row_of_a(i, rank_tiles);
+}
+
 // The elements of a row of a core.
 template <typename T>
 struct alignas(16) Elements {
@@ -65,13 +75,15 @@ __device__ __forceinline__ T convert(S value) {
 template <typename S>
 __device__ __forceinline__ Elements<S> load_row(const aril_pack_factor& factor, const CoreRow& at,
                                                 bool aligned) {
-  const S* const source =
-      static_cast<const S*>(factor.source) + at.row * factor.row_stride + at.col;
+  const S* const source = static_cast<const S*>(factor.source) + at.row * factor.row_stride +
+                          at.col * factor.col_stride;
   const int valid = at.row < factor.rows ? factor.cols - at.col : 0;
   if (aligned && valid >= ARIL_CORE) return *reinterpret_cast<const Elements<S>*>(source);
   Elements<S> row;
 #pragma unroll
-  for (int i = 0; i < ARIL_CORE; ++i) row.values[i] = i < valid ? source[i] : from_float<S>(0.0f);
+  for (int i = 0; i < ARIL_CORE; ++i) {
+    row.values[i] = i < valid ? source[i * factor.col_stride] : from_float<S>(0.0f);
+  }
   return row;
 }
 
@@ -97,9 +109,10 @@ __global__ void __launch_bounds__(kPackThreads)
   if (is_first_block()) wait_for_predecessors();
   launch_dependents();
   const aril_pack_factor& factor = args.factors[factor_of_block(args)];
-  const bool is_b = factor.is_b != 0;
-  const int rank_tiles = ceil_div(is_b ? factor.cols : factor.rows, ARIL_RANK_TILE);
-  const bool aligned = is_aligned(static_cast<const S*>(factor.source), factor.row_stride);
+  const int kind = factor.kind;
+  const int rank_tiles = ceil_div(kind == ARIL_PACK_A ? factor.rows : factor.cols, ARIL_RANK_TILE);
+  const bool aligned =
+      factor.col_stride == 1 && is_aligned(static_cast<const S*>(factor.source), factor.row_stride);
   const int begin = (static_cast<int>(blockIdx.x) - factor.first_block) * kPackBlockRows +
                     static_cast<int>(threadIdx.x);
   Elements<S> rows[kPackRows];
@@ -108,7 +121,7 @@ __global__ void __launch_bounds__(kPackThreads)
   for (int k = 0; k < kPackRows; ++k) {
     const int i = begin + k * kPackThreads;
     if (i >= factor.core_rows) continue;
-    const CoreRow at = is_b ? row_of_b(i, rank_tiles) : row_of_a(i, rank_tiles);
+    const CoreRow at = row_of(kind, i, rank_tiles);
     targets[k] = at.target;
     rows[k] = load_row<S>(factor, at, aligned);
   }

@@ -12,6 +12,8 @@ use std::{
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+use super::rectangle::FactorOnDevice;
 use super::{
     error::AdapterError,
     layout::{B, EmbeddingA, K_TILE, LinearA},
@@ -185,6 +187,24 @@ impl<'a> SlotImage<'a> {
     pub fn write_to(&self, block: &mut [u8]) -> Result<(), AdapterError> {
         assert_eq!(block.len(), self.bytes(), "the block must have the image's size");
         write_parts(self.dtype, &self.parts, block)
+    }
+
+    /// The factors, in the order of the block; `None` if not all are in the memory of a device, each as one matrix.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(&self) -> Option<Vec<FactorOnDevice<'a>>> {
+        self.parts.iter().map(Rectangle::on_device).collect()
+    }
+
+    /// The error of the factor with this number in the block, which could not be written.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn error_of(&self, factor: usize) -> AdapterError {
+        let factor = &self.parts[factor];
+        let error = match self.dtype {
+            DType::BF16 => factor.error::<bf16>(),
+            DType::F16 => factor.error::<f16>(),
+            DType::F32 => factor.error::<f32>(),
+        };
+        error.unwrap_or_else(|| factor.changing())
     }
 
     /// Writes the block as [`write_to`](Self::write_to) does, and calls `written` with the offset and the bytes of each

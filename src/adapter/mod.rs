@@ -103,8 +103,6 @@ mod rectangle;
 mod tensor;
 
 pub use self::escaped::Escaped;
-#[cfg(feature = "cuda")]
-pub(crate) use self::tensor::Remote;
 pub(crate) use self::{
     directory::{Directory, Parsed},
     planned::Planned,
@@ -119,4 +117,9 @@ pub use self::{
     open::Adapter,
     place::MAX_PARTS,
     tensor::Tensor,
+};
+#[cfg(feature = "cuda")]
+pub(crate) use self::{
+    rectangle::{FactorKind, FactorOnDevice},
+    tensor::Remote,
 };

@@ -2,6 +2,8 @@
 //!
 //! Invariant: its views lie inside their tensor.
 
+#[cfg(feature = "cuda")]
+use std::any::Any;
 use std::{array::from_fn, cell::RefCell, iter, marker::PhantomData, mem, ops::Range};
 
 use half::{bf16, f16};
@@ -26,14 +28,33 @@ pub(super) struct Rectangle<'a> {
     multipliers: Vec<f32>,
     rank: usize,
     features: usize,
-    kind: Kind,
+    kind: FactorKind,
 }
 
+/// What a factor is, which decides its [layout](super::layout).
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+pub(crate) enum FactorKind {
     LinearA,
     EmbeddingA,
     B,
+}
+
+/// A factor of an image that is one matrix in the memory of a device.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub(crate) struct FactorOnDevice<'a> {
+    /// What the device knows it by.
+    pub(crate) memory: &'a (dyn Any + Send + Sync),
+    /// Place of the first element there, in bytes.
+    pub(crate) start: usize,
+    pub(crate) dtype: DType,
+    pub(crate) kind: FactorKind,
+    /// A `[rank, in_features]`, B `[out_features, rank]`, A of an embedding `[vocab, rank]`.
+    pub(crate) shape: [usize; 2],
+    /// In elements.
+    pub(crate) strides: [usize; 2],
+    /// In the block, including padding.
+    pub(crate) elems: usize,
 }
 
 impl<'a> Rectangle<'a> {
@@ -41,12 +62,12 @@ impl<'a> Rectangle<'a> {
     pub(super) fn linear_a(pair: &Pair<'a>, ranks: Range<usize>, features: Range<usize>) -> Self {
         let rank = ranks.len();
         let views = pair.a(ranks).map(|view| view.columns(features.clone())).collect();
-        Self { views, multipliers: pair.multipliers(), rank, features: features.len(), kind: Kind::LinearA }
+        Self { views, multipliers: pair.multipliers(), rank, features: features.len(), kind: FactorKind::LinearA }
     }
 
     /// A of an embedding, for these ids.
     pub(super) fn embedding_a(pair: &Pair<'a>, ids: Range<usize>) -> Self {
-        Self { kind: Kind::EmbeddingA, ..Self::linear_a(pair, 0..pair.rank(), ids) }
+        Self { kind: FactorKind::EmbeddingA, ..Self::linear_a(pair, 0..pair.rank(), ids) }
     }
 
     /// These rows of B, one range after the other, and rows of zeros up to `len`.
@@ -54,7 +75,7 @@ impl<'a> Rectangle<'a> {
         let of_view = |view: View<'a>| ranges.iter().map(move |range| view.rows(range.clone()));
         let views: Vec<_> = pair.b().flat_map(of_view).collect();
         let multipliers = if pair.is_of_one() { Vec::new() } else { vec![1.0; pair.b().count()] };
-        Self { views, multipliers, rank: pair.rank(), features: len, kind: Kind::B }
+        Self { views, multipliers, rank: pair.rank(), features: len, kind: FactorKind::B }
     }
 
     /// The views of each adapter.
@@ -71,9 +92,9 @@ impl<'a> Rectangle<'a> {
     pub(super) fn block_elems(&self) -> usize {
         let Self { rank, features, .. } = *self;
         match self.kind {
-            Kind::LinearA => LinearA { rank, in_features: features }.elems(),
-            Kind::EmbeddingA => EmbeddingA { vocab: features, rank }.elems(),
-            Kind::B => B { out_features: features, rank }.elems(),
+            FactorKind::LinearA => LinearA { rank, in_features: features }.elems(),
+            FactorKind::EmbeddingA => EmbeddingA { vocab: features, rank }.elems(),
+            FactorKind::B => B { out_features: features, rank }.elems(),
         }
     }
 
@@ -82,16 +103,22 @@ impl<'a> Rectangle<'a> {
     /// Fails if an element that was written is not finite. [`error`](Self::error) finds it, unless its bytes have
     /// changed since.
     pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<(), AdapterError> {
-        let Some(&View { tensor, name, .. }) = factors.first().and_then(|(factor, _)| factor.views.first()) else {
+        let first = factors.first().map(|&(factor, _)| factor);
+        let Some((first, view)) = first.and_then(|factor| Some((factor, factor.views.first()?))) else {
             factors.into_iter().for_each(|(_, part)| part.fill(0));
             return Ok(());
         };
-        let is_finite = match tensor.dtype() {
+        let is_finite = match view.tensor.dtype() {
             DType::BF16 => Self::convert_all::<bf16, T>(factors),
             DType::F16 => Self::convert_all::<f16, T>(factors),
             DType::F32 => Self::convert_all::<f32, T>(factors),
         }?;
-        if is_finite { Ok(()) } else { Err(AdapterError::Changing { tensor: name.clone() }) }
+        if is_finite { Ok(()) } else { Err(first.changing()) }
+    }
+
+    /// The error of a factor, some element of which was not finite and is now.
+    pub(super) fn changing(&self) -> AdapterError {
+        AdapterError::Changing { tensor: self.views[0].name.clone() }
     }
 
     fn convert_all<S: Element, T: Element>(mut factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
@@ -108,8 +135,8 @@ impl<'a> Rectangle<'a> {
         let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
         // Some features of A are a piece of each row. A file, or the memory of a device, is read in few pieces.
         let is_read_at_once = |view: &View<'_>| match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => view.tensor.is_remote(),
-            Kind::B => view.is_read_at_once(),
+            FactorKind::LinearA | FactorKind::EmbeddingA => view.tensor.is_remote(),
+            FactorKind::B => view.is_read_at_once(),
         };
         if self.views.iter().any(is_read_at_once) {
             stripes = stripes.max(part.len().div_ceil(stripe_bytes));
@@ -137,8 +164,8 @@ impl<'a> Rectangle<'a> {
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let end = self.features.min(start + len);
         let narrowed = |view: &View<'a>, range| match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => view.columns(range),
-            Kind::B => view.rows(range),
+            FactorKind::LinearA | FactorKind::EmbeddingA => view.columns(range),
+            FactorKind::B => view.rows(range),
         };
         let views = self.views_of_adapters().flat_map(|views| {
             let mut next = 0;
@@ -155,8 +182,8 @@ impl<'a> Rectangle<'a> {
 
     fn features_of(&self, view: &View<'_>) -> usize {
         match self.kind {
-            Kind::LinearA | Kind::EmbeddingA => view.cols,
-            Kind::B => view.rows,
+            FactorKind::LinearA | FactorKind::EmbeddingA => view.cols,
+            FactorKind::B => view.rows,
         }
     }
 
@@ -174,7 +201,7 @@ impl<'a> Rectangle<'a> {
 
     /// As [`pack`](Self::pack), of several adapters, whose factors are joined first.
     fn pack_joined<T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
-        let is_b = matches!(self.kind, Kind::B);
+        let is_b = matches!(self.kind, FactorKind::B);
         let stored =
             self.views_of_adapters().next().map_or(0, |views| views.iter().map(|view| self.features_of(view)).sum());
         let [rows, cols] = if is_b { [stored, self.rank] } else { [self.rank, stored] };
@@ -207,7 +234,7 @@ impl<'a> Rectangle<'a> {
         let rows = views.iter().flat_map(StoredRows::iter);
         let (rank, mut stores) = (self.rank, Stores::<T>::new(part));
         match self.kind {
-            Kind::LinearA => {
+            FactorKind::LinearA => {
                 let rows: Vec<_> = rows.collect();
                 for k_tile in 0..self.features.div_ceil(K_TILE) {
                     for ranks in 0..rank.div_ceil(CORE) {
@@ -218,12 +245,12 @@ impl<'a> Rectangle<'a> {
                     }
                 }
             }
-            Kind::B => match views {
+            FactorKind::B => match views {
                 // Without the cost of an iterator over several views for each short row.
                 [view] => write_b::<S, T>(view.iter(), self.features, rank, &mut stores),
                 _ => write_b::<S, T>(rows, self.features, rank, &mut stores),
             },
-            Kind::EmbeddingA => {
+            FactorKind::EmbeddingA => {
                 let rows: Vec<_> = rows.collect();
                 for id in 0..self.features.next_multiple_of(TILE_FEATURES) {
                     let row = |rank: usize| rows.get(rank).copied().unwrap_or_default();
@@ -233,6 +260,20 @@ impl<'a> Rectangle<'a> {
             }
         }
         stores.end()
+    }
+
+    /// The factor in the memory of a device; `None` if it is elsewhere, or of several matrices.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_device(&self) -> Option<FactorOnDevice<'a>> {
+        let [view] = &self.views[..] else { return None };
+        if !self.multipliers.is_empty() {
+            return None;
+        }
+        let (memory, start) = view.on_device()?;
+        let view = if matches!(self.kind, FactorKind::EmbeddingA) { view.transposed() } else { *view };
+        let (shape, strides) = ([view.rows, view.cols], view.strides());
+        let (dtype, kind, elems) = (view.tensor.dtype(), self.kind, self.block_elems());
+        Some(FactorOnDevice { memory, start, dtype, kind, shape, strides, elems })
     }
 
     /// The error of a factor that could not be written.
@@ -297,8 +338,8 @@ fn convert_together<S: Element, T: Element>(factors: Vec<Part<'_, '_>>) -> Resul
     // Some features of all factors, which are packed from a cache of this core.
     let mut tasks: Vec<Vec<Part<'_, '_>>> = Vec::new();
     let features_of = |factor: &Rectangle<'_>| match factor.kind {
-        Kind::LinearA => K_TILE,
-        Kind::EmbeddingA | Kind::B => TILE_FEATURES,
+        FactorKind::LinearA => K_TILE,
+        FactorKind::EmbeddingA | FactorKind::B => TILE_FEATURES,
     };
     for (factor, part) in factors {
         let task_bytes = layout::stripe_elems(factor.rank) * (features_of(factor) / TILE_FEATURES) * size_of::<T>();

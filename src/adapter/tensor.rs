@@ -2,7 +2,7 @@
 //!
 //! Invariant: a tensor has exactly as many bytes as its shape and element type require.
 
-use std::{fmt, fs::File, ops::Range, os::unix::fs::FileExt as _, path::PathBuf, sync::Arc};
+use std::{any::Any, fmt, fs::File, ops::Range, os::unix::fs::FileExt as _, path::PathBuf, sync::Arc};
 
 use half::{bf16, f16};
 
@@ -16,6 +16,11 @@ pub(super) type Storage = Arc<dyn AsRef<[u8]> + Send + Sync>;
 pub(crate) trait Remote: Send + Sync {
     /// Fills `bytes` with those from `start` on.
     fn read(&self, bytes: &mut [u8], start: usize) -> Result<(), AdapterError>;
+
+    /// What a device knows the bytes by, if they are in its memory, where nothing writes them any more.
+    fn on_device(&self) -> Option<&(dyn Any + Send + Sync)> {
+        None
+    }
 }
 
 #[derive(Debug)]
@@ -189,13 +194,21 @@ impl Tensor {
 
     /// A tensor in the memory of a device.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_device(
+    pub(crate) fn of_device(
         dtype: DType,
         shape: Vec<usize>,
         from: Arc<dyn Remote>,
         len: usize,
     ) -> Result<Self, AdapterError> {
         Self::remote(FileType::Kept(dtype), shape, from, 0..len)
+    }
+
+    /// What a device knows the tensor by, and the place of the elements there, in bytes.
+    pub(super) fn on_device(&self) -> Option<(&(dyn Any + Send + Sync), usize)> {
+        match &self.place {
+            Place::Remote(remote, FileType::Kept(_)) => Some((remote.on_device()?, self.bytes.start)),
+            Place::Memory(_) | Place::Remote(..) => None,
+        }
     }
 
     pub(super) fn is_remote(&self) -> bool {
@@ -472,6 +485,18 @@ impl<'a> View<'a> {
         self.tensor.is_remote() && self.col_stride > 1
     }
 
+    /// Its place in the memory of a device, if it is there: what the device knows it by, and the first element, in
+    /// bytes.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "there is no device"))]
+    pub(super) fn on_device(&self) -> Option<(&'a (dyn Any + Send + Sync), usize)> {
+        let (memory, start) = self.tensor.on_device()?;
+        Some((memory, start + self.start * self.tensor.dtype.bytes()))
+    }
+
+    pub(super) fn strides(&self) -> [usize; 2] {
+        [self.row_stride, self.col_stride]
+    }
+
     /// Whether both are the same elements of one tensor.
     pub(super) fn is_stored_as(&self, other: &Self) -> bool {
         let place = |view: &Self| {
@@ -481,7 +506,8 @@ impl<'a> View<'a> {
         place(self) == place(other)
     }
 
-    /// Whether both have the same shape, element type and bits. Reads them as far as they are equal.
+    /// Whether both have the same shape, element type and bits. Reads them as far as they are equal. Elements in the
+    /// memory of a device are compared by their place alone.
     pub(super) fn same(&self, other: &Self) -> Result<bool, AdapterError> {
         /// Matrices that differ mostly do so in the first elements.
         const FIRST: usize = 32;
@@ -492,6 +518,9 @@ impl<'a> View<'a> {
         }
         if self.is_stored_as(other) {
             return Ok(true);
+        }
+        if self.tensor.on_device().is_some() {
+            return Ok(false);
         }
         // Along what is contiguous.
         if self.row_stride < self.col_stride && other.row_stride < other.col_stride {

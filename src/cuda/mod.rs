@@ -45,7 +45,7 @@ mod stream;
 
 pub use self::{
     kernels::{Kernels, driver_is_present},
-    loading::{Factors, Filled, Readback, Reservation, Staging, WeightTable},
+    loading::{Filled, Readback, Reservation, Staging, WeightTable},
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk,

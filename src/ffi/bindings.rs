@@ -47,7 +47,10 @@ pub const ARIL_FORWARD_BATCH_BYTES: i32 = 1632;
 pub const ARIL_FORWARD_STATIC_BYTES: i32 = 1024;
 pub const ARIL_FORWARD_ALIGNMENT_BYTES: i32 = 1024;
 pub const ARIL_SEGMENT_TOKENS: i32 = 8;
-pub const ARIL_PACK_FACTORS: i32 = 80;
+pub const ARIL_PACK_FACTORS: i32 = 72;
+pub const ARIL_PACK_A: i32 = 0;
+pub const ARIL_PACK_B: i32 = 1;
+pub const ARIL_PACK_EMBEDDING_A: i32 = 2;
 pub const ARIL_ERR_NO_KERNEL: i32 = -1;
 pub const ARIL_ERR_ARGUMENT: i32 = -2;
 pub const ARIL_ERR_BLOCK_ORDER: i32 = -3;
@@ -489,10 +492,11 @@ pub struct aril_pack_factor {
     pub source: *const ::core::ffi::c_void,
     pub target: *mut ::core::ffi::c_void,
     pub row_stride: i64,
+    pub col_stride: i64,
     pub rows: i32,
     pub cols: i32,
     pub core_rows: i32,
-    pub is_b: i32,
+    pub kind: i32,
     pub number: i32,
     pub first_block: i32,
 }
@@ -503,7 +507,7 @@ pub struct aril_pack_args {
     pub source_dtype: i32,
     pub num_factors: i32,
     pub not_finite: *mut u32,
-    pub factors: [aril_pack_factor; 80usize],
+    pub factors: [aril_pack_factor; 72usize],
 }
 unsafe extern "C" {
     pub fn aril_status_string(status: i32) -> *const ::core::ffi::c_char;

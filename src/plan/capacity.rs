@@ -161,7 +161,7 @@ impl RouteCapacity {
 }
 
 /// Rejects a value outside `1..=max`.
-pub(crate) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
+pub(super) fn limit(what: &'static str, value: usize, max: usize) -> Result<(), PlanError> {
     if (1..=max).contains(&value) { Ok(()) } else { Err(PlanError::Limit { what, value, max }) }
 }
 

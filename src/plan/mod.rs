@@ -18,7 +18,6 @@ mod shared_memory;
 mod thresholds;
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::capacity::limit;
 pub(crate) use self::linear::check_outputs;
 use self::thresholds::{MAILBOX_HEADER, WORD_BYTES};
 pub use self::{

@@ -8,7 +8,7 @@ pub use aril::cuda::{
 };
 use aril::{
     DType, Element,
-    cuda::{self, Buffer, LaunchError, Queue, RoutedBatch, View, ViewMut},
+    cuda::{self, Buffer, LaunchError, Queue, Readback, RoutedBatch, View, ViewMut},
     error::{LoadError, OperandError},
     model::{LinearId, Model},
     plan::{Capacity, RouteCapacity, WorkspaceBytes},
@@ -24,7 +24,8 @@ use half::bf16;
 pub use crate::experts::launch;
 use crate::{
     device::Gpu,
-    model::{Beside, Captured, FEATURES, MAX_RANK, Refused, STREAMS, machine::ROWS},
+    model::{Beside, Captured, FEATURES, MAX_RANK, Refused, STREAMS, Tensors, machine::ROWS},
+    readback::on_device,
 };
 
 pub type Elements<T = f32> = Buffer<T>;
@@ -89,13 +90,15 @@ impl Stack {
 #[derive(Clone)]
 pub struct Backend {
     streams: Arc<[Gpu; STREAMS]>,
+    trainer: Readback,
 }
 
 impl Backend {
     pub fn new() -> Self {
         let first = Gpu::new();
         let second = Gpu::in_context(Arc::clone(&first.context));
-        Self { streams: Arc::new([first, second]) }
+        let trainer = Readback::new(&Gpu::in_context(Arc::clone(&first.context)).queue).unwrap();
+        Self { streams: Arc::new([first, second]), trainer }
     }
 
     pub fn queue(&self, stream: usize) -> &Queue {
@@ -151,6 +154,10 @@ impl Backend {
             buffer.write(elements).unwrap();
         }
         buffer
+    }
+
+    pub fn tensors(&self, tensors: Tensors) -> Tensors {
+        tensors.into_iter().map(|(name, tensor)| (name, on_device(&self.trainer, &tensor))).collect()
     }
 
     pub fn synchronize(&self) -> Result<(), Error> {

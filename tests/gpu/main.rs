@@ -23,7 +23,6 @@ mod contention;
 mod device;
 mod early_loads;
 mod experts;
-mod factors;
 mod fully_sharded;
 mod fused_linear;
 mod group;

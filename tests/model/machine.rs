@@ -20,8 +20,8 @@ use aril::{
 use half::bf16;
 
 use super::{
-    ADAPTERS, BYTES, Captured, DTYPE, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, adapter,
-    capacity, routing_capacity, spec,
+    ADAPTERS, BYTES, Captured, DTYPE, Device, FEATURES, Fails, Of, PENDING, Refused, SLOTS, STREAMS, Table, Tensors,
+    adapter, capacity, routing_capacity, spec,
 };
 use crate::{
     backend::{
@@ -285,6 +285,10 @@ impl Device for Machine {
 
     fn model(&self) -> &Model {
         &self.model
+    }
+
+    fn tensors(&self, tensors: Tensors) -> Tensors {
+        self.backend.tensors(tensors)
     }
 
     fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError> {

@@ -16,7 +16,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use aril::{
     DType, Slot,
-    adapter::{Adapter, SlotImage},
+    adapter::{Adapter, SlotImage, Tensor},
     error::{LoadError, OperandError, SlotError},
     group::GroupError,
     model::{LinearId, Model},
@@ -77,6 +77,9 @@ impl AsRef<[u8]> for Weights {
 fn adapter(rank: usize, value: f32, panics: bool) -> Adapter {
     adapters::owned_by(&adding::modules(1, FEATURES, rank, |_| value), |_, bytes| Weights(bytes, panics))
 }
+
+/// The names and tensors of an adapter.
+pub type Tensors = Vec<(String, Tensor)>;
 
 /// The tables.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -152,6 +155,8 @@ pub trait Device {
     const ROUTINGS: usize;
 
     fn model(&self) -> &Model;
+    /// The same tensors in the memory of the device.
+    fn tensors(&self, tensors: Tensors) -> Tensors;
     /// Loads; with `panics`, the callback for the progress panics.
     fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError>;
     /// The parts of a load of the plain table.
@@ -503,8 +508,8 @@ impl<D: Device> Expected<D> {
                 if self.adapters.iter().filter(|adapter| !adapter.is_gone).count() < ADAPTERS {
                     let value = self.number();
                     let source = |rank, value, panics| {
-                        let adapter = Arc::new(adapter(rank, value, panics));
-                        Source::memory(adapter, self.device.model(), DTYPE).unwrap()
+                        let adapter = if panics { adapter(rank, value, true) } else { self.adapter(rank, value) };
+                        Source::memory(Arc::new(adapter), self.device.model(), DTYPE).unwrap()
                     };
                     let source = if is_combined {
                         let parts = [source(4, value - 1.0, false), source(4, 1.0, panics)];
@@ -595,13 +600,20 @@ impl<D: Device> Expected<D> {
         }
     }
 
+    /// An adapter that adds `value` where x is ones. It is in the memory of the device, unless the value is odd.
+    fn adapter(&self, rank: usize, value: f32) -> Adapter {
+        let (config, tensors) = adapters::parts(1.0, &adding::modules(1, FEATURES, rank, |_| value));
+        let tensors = if value % 2.0 == 1.0 { tensors } else { self.device.tensors(tensors) };
+        Adapter::from_tensors(&config, tensors).unwrap()
+    }
+
     /// An adapter and what it adds, planned for the model that `image` says.
     fn planned<T>(&mut self, image: Image, call: impl FnOnce(&mut D, &SlotImage<'_>) -> T) -> (T, Adapter, f32) {
         let value = self.number();
         let adapter = match image {
-            Image::LargeRank => adapter(2 * MAX_RANK, value, false),
-            Image::NotFinite => adapter(8, f32::INFINITY, false),
-            _ => adapter(8, value, false),
+            Image::LargeRank => self.adapter(2 * MAX_RANK, value),
+            Image::NotFinite => self.adapter(8, f32::INFINITY),
+            _ => self.adapter(8, value),
         };
         let model = self.device.model().clone();
         let planned = match image {
@@ -778,7 +790,7 @@ impl<D: Device> Expected<D> {
         let slots: Vec<_> = self.slots(Of::Table(Table::Plain), rows).into_iter().take(MAX_TOKENS).collect();
         let Rows::Are(values) = self.rows(Of::Table(Table::Plain), 0, &slots) else { return Ok(()) };
         let value = self.number();
-        let adapter = adapter(8, value, false);
+        let adapter = self.adapter(8, value);
         let model = self.device.model().clone();
         let image = adapter.plan(&model, DTYPE).unwrap();
         let (added, result) = self.device.step_beside(&slots, to, &image);
@@ -1060,6 +1072,10 @@ impl<D: Device> Device for Broken<D> {
 
     fn model(&self) -> &Model {
         self.device.model()
+    }
+
+    fn tensors(&self, tensors: Tensors) -> Tensors {
+        self.device.tensors(tensors)
     }
 
     fn load(&mut self, to: Table, slot: usize, image: &SlotImage<'_>, panics: bool) -> Result<Slot, LoadError> {

@@ -1,7 +1,7 @@
 //! What is in the slots: weight tables, the arenas that they point into, and loads.
 
 mod arena;
-mod factors;
+mod pack;
 mod readback;
 mod staging;
 mod table;
@@ -9,10 +9,10 @@ mod upload;
 
 pub(in crate::cuda) use self::{
     arena::Arena,
+    pack::Packing,
     table::{Copied, Loaded, row_bytes},
 };
 pub use self::{
-    factors::Factors,
     readback::Readback,
     staging::Staging,
     table::WeightTable,

@@ -219,15 +219,10 @@ impl WeightTable {
         image: &SlotImage<'_>,
         progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
-        self.fill_by(|staging| reservation.fill_with_progress(image, staging, progress))
-    }
-
-    pub(super) fn fill_by(
-        &self,
-        fill: impl FnOnce(&mut Staging) -> Result<Filled, LoadError>,
-    ) -> Result<Filled, LoadError> {
         // The staging is free for another load while this one waits.
-        let filled = fill(&mut *self.shared.stagings.lend(&self.shared.queue)?)?;
+        let mut staging = self.shared.stagings.lend(&self.shared.queue)?;
+        let filled = reservation.fill_with_progress(image, &mut staging, progress)?;
+        drop(staging);
         filled.wait()?;
         Ok(filled)
     }
@@ -240,14 +235,16 @@ impl WeightTable {
     pub fn reserve(&self, image: &SlotImage<'_>) -> Result<Reservation, LoadError> {
         self.check_owner()?;
         self.shared.bounds.check_image(image)?;
-        self.reserve_bytes(image.bytes(), Some(image.adapter()))
-    }
-
-    pub(super) fn reserve_bytes(&self, image_bytes: usize, adapter: Option<u64>) -> Result<Reservation, LoadError> {
         let Shared { queue, bounds, arena, .. } = &*self.shared;
         queue.bind()?;
-        let (blocks, waits) = arena.take(self.shared.rooms_of(image_bytes))?;
-        Ok(Reservation { room: Room::new(arena, blocks), bounds: bounds.clone(), image_bytes, adapter, waits })
+        let (blocks, waits) = arena.take(self.shared.rooms_of(image.bytes()))?;
+        Ok(Reservation {
+            room: Room::new(arena, blocks),
+            bounds: bounds.clone(),
+            image_bytes: image.bytes(),
+            adapter: image.adapter(),
+            waits,
+        })
     }
 
     /// Puts an adapter into a slot and replaces the previous one, in stream order. Work enqueued after it waits on the

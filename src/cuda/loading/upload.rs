@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaEvent;
 
-use super::{LaunchError, OwnStream, Relaxed, Staging, arena::Arena, raw::Descriptor};
+use super::{LaunchError, OwnStream, Packing, Relaxed, Staging, arena::Arena, raw::Descriptor};
 use crate::{
     adapter::SlotImage,
     arena::copies,
@@ -24,8 +24,8 @@ pub struct Reservation {
     pub(super) room: Room,
     pub(super) bounds: Bounds,
     pub(super) image_bytes: usize,
-    /// [Whose](SlotImage::adapter) image the room is for; `None` for factors in device memory.
-    pub(super) adapter: Option<u64>,
+    /// [Whose](SlotImage::adapter) image the room is for.
+    pub(super) adapter: u64,
     /// Work that may still use the room.
     pub(super) waits: Vec<Arc<CudaEvent>>,
 }
@@ -45,7 +45,8 @@ impl Reservation {
     }
 
     /// Converts the adapter's weights and enqueues their copies on the staging's stream, also while the queue's stream
-    /// is being captured. Blocks this thread while both staging buffers are being copied.
+    /// is being captured. Blocks this thread while both staging buffers are being copied. Weights in the memory of this
+    /// device ([`Readback`](super::Readback)) are converted there: blocks this thread until that has run.
     ///
     /// # Errors
     /// [`LoadError`] if a weight has no finite value in the table's element type, the image is not that of the adapter
@@ -59,53 +60,43 @@ impl Reservation {
     /// # Errors
     /// As for `fill`.
     pub fn fill_with_progress(
-        self,
+        mut self,
         image: &SlotImage<'_>,
         staging: &mut Staging,
-        progress: impl FnMut(usize),
+        mut progress: impl FnMut(usize),
     ) -> Result<Filled, LoadError> {
         self.bounds.check_image(image)?;
         let (bytes, reserved) = (image.bytes(), self.image_bytes);
-        if (Some(image.adapter()), bytes) != (self.adapter, reserved) {
+        if (image.adapter(), bytes) != (self.adapter, reserved) {
             return Err(SlotError::OtherImage { bytes, reserved }.into());
         }
-        self.fill_by(
-            image.max_rank(),
-            staging,
-            // SAFETY: the obligations of `fill_by`.
-            |staging, block, _| unsafe { staging.copy_image(block, image, progress) },
-            |block| Ok(Descriptor::row(image, block)),
-        )
-    }
-
-    /// Enqueues the copies of factors, which `copy` enqueues on the staging's stream, and of descriptors. `copy` has
-    /// the address of the block, which has the size of the image, and which nothing else uses until the copies have
-    /// run. It has the address of the descriptors, too, for scratch memory: they are copied after it.
-    pub(super) fn fill_by(
-        mut self,
-        max_rank: usize,
-        staging: &mut Staging,
-        copy: impl FnOnce(&mut Staging, u64, u64) -> Result<(), LoadError>,
-        row: impl FnOnce(u64) -> Result<Vec<Descriptor>, LaunchError>,
-    ) -> Result<Filled, LoadError> {
         let arena = Arc::clone(self.room.arena());
         let queue = arena.queue();
         queue.kernels().check_context("the staging", staging.context())?;
         queue.bind()?;
+        let packing = Packing::new(image, queue);
+        packing.as_ref().map_or(Ok(()), Packing::wait)?;
         for event in self.waits.drain(..) {
             staging.wait_for(&event)?;
         }
         let [block, row_at] = self.room.blocks().each_ref().map(|block| arena.address(block));
-        let descriptors = row(block)?;
-        // From here on, nothing frees the room under a copy: neither an error nor a panic of `copy`, which calls the
-        // user's code.
+        // From here on, nothing frees the room under a copy: neither an error nor a panic of `progress`.
         self.room.write(staging.begin(queue.new_event()?));
-        copy(staging, block, row_at)?;
-        // SAFETY: the room of the descriptors belongs to this reservation and has their size. The staging's stream
-        // waits for its earlier uses, and later uses wait for the end of the copies.
-        unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&descriptors)) }?;
+        match packing {
+            Some(packing) => {
+                // SAFETY: the room has the image's size and, for the descriptors, more than four bytes, which are
+                // written after this call. The staging's stream waits for the earlier uses of both, and later uses
+                // wait for the end of the copies.
+                unsafe { packing.pack(staging, block, row_at) }?;
+                progress(bytes);
+            }
+            // SAFETY: as above.
+            None => unsafe { staging.copy_image(block, image, progress) }?,
+        }
+        // SAFETY: as above.
+        unsafe { staging.copy_bytes(row_at, bytemuck::cast_slice(&Descriptor::row(image, block))) }?;
         self.room.end()?;
-        Ok(Filled { reservation: self, max_rank })
+        Ok(Filled { reservation: self, max_rank: image.max_rank() })
     }
 }
 

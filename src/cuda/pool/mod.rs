@@ -11,7 +11,7 @@ use cudarc::driver::{CudaEvent, result};
 use self::part_copy::{PartCopy, Unsealed};
 use super::{
     LaunchError, Queue, RoutedBatch, Step, WeightTable, Workspace,
-    loading::{Arena, Copied, row_bytes},
+    loading::{Arena, Copied, Packing, row_bytes},
     memory::{HostArena, HostPart},
     raw::Descriptor,
     stream::{OwnStream, Relaxed},
@@ -20,7 +20,7 @@ use crate::{
     DType, Slot,
     adapter::{SlotImage, layout::ALIGNMENT_BYTES},
     arena::blocks,
-    arena::copies::Copies,
+    arena::copies::{Copies, CopyStream as _},
     error::{LoadError, OperandError, SlotError},
     model::{Model, TpRank},
     plan::Capacity,
@@ -221,9 +221,16 @@ impl Packer {
         match self.unsealed.parts() {
             None => image.write_to(place)?,
             Some(parts) => {
-                // SAFETY: nothing writes to the bytes before the read has ended. It ends after the copy, for whose end
-                // the part is kept, or is sealed, when the part knows it. `begin` has made the stream wait.
-                image.write_in_parts(place, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
+                let scratch = of_row.first_chunk_mut();
+                let packing = Packing::new(image, parts.queue()).zip(scratch);
+                // SAFETY: nothing writes to the bytes before the read has ended. It ends after the copies, for whose
+                // end the part is kept, or is sealed, when the part knows it. `begin` has made the stream wait.
+                let pack = |(packing, scratch): (Packing<'_>, _)| unsafe { parts.pack(&packing, place, scratch) };
+                let is_packed = packing.map_or(Ok(false), pack)?;
+                if !is_packed {
+                    // SAFETY: as above.
+                    image.write_in_parts(place, PART_BYTES, |at, part| Ok(unsafe { parts.copy(at, part) }?))?;
+                }
                 write_row(&row, of_row, parts.block());
                 // SAFETY: as above.
                 unsafe { parts.copy(row_at(bytes), of_row) }?;
@@ -238,9 +245,9 @@ impl Packed {
     /// The adapter is the one that was asked for. If its copy was revoked, waits for its parts.
     fn seal(mut self) -> Result<Self, LoadError> {
         if let Some(unsealed) = self.unsealed.take() {
-            let copied = unsealed.parts().map(|parts| Arc::clone(parts.copied()));
+            let parts = unsealed.0.clone();
             unsealed.seal()?;
-            copied.iter().for_each(|copied| self.part.is_copied_until(copied));
+            parts.iter().for_each(|parts| self.part.is_copied_until(&parts.last()));
         }
         Ok(self)
     }
@@ -416,13 +423,13 @@ impl Executor for Tiers {
 }
 
 impl Drop for Tiers {
-    /// Waits for the copies, which read host memory and write to the arena. Reads copy nothing more.
+    /// Waits for the copies between host memory and the arena. Reads copy nothing more.
     fn drop(&mut self) {
         for (_, parts) in self.part_copies.drain(..) {
             parts.revoke();
-            parts.wait();
         }
-        self.settle();
+        // On an error the context is gone, and with it the copies.
+        let _ = self.stream.synchronize();
     }
 }
 

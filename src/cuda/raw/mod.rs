@@ -32,5 +32,5 @@ pub use self::{
     memory::{DeviceRegion, MatrixMut, MatrixRef, Stream},
     routing::{RoutedBatch, Routing},
     stack::Stack,
-    step::{Descriptor, Factors, Step, Table, Workspace},
+    step::{Descriptor, Step, Table, Workspace},
 };

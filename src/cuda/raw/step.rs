@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{
-    memory::{DeviceRegion, MatrixRef, Stream, int},
+    memory::{DeviceRegion, Stream, int},
     routing::RoutedBatch,
 };
 use crate::{
@@ -12,26 +12,9 @@ use crate::{
     contract::StepShape,
     error::{LaunchError, OperandError},
     ffi,
-    model::{LinearId, Model, ModelId},
+    model::{Model, ModelId},
     plan::{BatchBounds, WorkspaceBytes},
 };
-
-/// The factors of one module in device memory, for
-/// [`WeightTable::load_factors_raw`](crate::cuda::WeightTable::load_factors_raw). As in
-/// [`cuda::Factors`](crate::cuda::Factors).
-#[derive(Clone, Copy, Debug)]
-pub struct Factors {
-    /// The layer.
-    pub layer: LinearId,
-    /// The slice of the layer, from 0.
-    pub slice: usize,
-    /// α/r or α/√r. It must be finite.
-    pub scaling: f32,
-    /// A `[rank, in_features]`.
-    pub a: MatrixRef,
-    /// B `[out_features, rank]`.
-    pub b: MatrixRef,
-}
 
 /// The factors of one module in one slot: an element of a descriptor table `[num_slots][num_entries]` in device memory.
 ///

@@ -4,7 +4,8 @@ use std::{sync::Arc, time::Instant};
 
 use aril::{
     DType,
-    cuda::{AdapterPool, Buffer, PinnedBuffer},
+    adapter::Adapter,
+    cuda::{AdapterPool, Buffer, PinnedBuffer, Readback},
     plan::Capacity,
     pool::{AdapterId, PoolConfig, Source, StreamId},
 };
@@ -46,6 +47,7 @@ fn measure_of(layers: Layers, of: &str, gpu: &Gpu, figures: &mut Figures) -> Res
     let mut pool = AdapterPool::new(&queue, &model, DType::BF16, capacity, config)?;
     let mut plain = PlainCopy {
         from: PinnedBuffer::zeros(&queue, memory.bytes())?,
+        on_device: Buffer::zeros(&queue, memory.bytes())?,
         to: Buffer::zeros(&queue, memory.bytes())?,
         bytes: memory.bytes(),
     };
@@ -66,16 +68,27 @@ fn measure_of(layers: Layers, of: &str, gpu: &Gpu, figures: &mut Figures) -> Res
     }
     figures.load.push(plain.compare(format!("host{of}"), us, copy_us));
 
-    for (from, source) in [("memory", &memory), ("disk", &disk)] {
+    let device = on_device(layers, RANK, &noise, &Readback::new(&queue)?)?;
+    let device = Source::memory(Arc::new(device), &model, DType::BF16)?;
+    for (from, source) in [("memory", &memory), ("disk", &disk), ("device", &device)] {
         let (mut us, mut copy_us) = (Vec::new(), Vec::new());
         time_unread(gpu, &mut pool, source)?;
         for _ in 0..READS {
-            copy_us.push(plain.time(gpu)?);
+            copy_us.push(if from == "device" { plain.time_on_device(gpu)? } else { plain.time(gpu)? });
             us.push(time_unread(gpu, &mut pool, source)?);
         }
         figures.load.push(plain.compare(format!("{from}{of}"), us, copy_us));
     }
     Ok(())
+}
+
+/// An adapter in device memory.
+pub(crate) fn on_device(layers: Layers, rank: usize, noise: &Noise, readback: &Readback) -> Result<Adapter> {
+    layers.adapter_of(rank, noise, |shape, values| {
+        let mut buffer = Buffer::zeros(readback.queue(), values.len())?;
+        buffer.write(values)?;
+        Ok(readback.tensor(&buffer, shape)?)
+    })
 }
 
 /// The time of a load in µs.
@@ -99,9 +112,10 @@ fn time_unread(gpu: &Gpu, pool: &mut AdapterPool, source: &Source) -> Result<f64
     Ok(us)
 }
 
-/// A copy of an adapter's size from page-locked memory to the device.
+/// A copy of an adapter's size from page-locked memory to the device, or on it.
 struct PlainCopy {
     from: PinnedBuffer<u8>,
+    on_device: Buffer<u8>,
     to: Buffer<u8>,
     bytes: usize,
 }
@@ -112,6 +126,15 @@ impl PlainCopy {
         gpu.synchronize()?;
         let start = Instant::now();
         self.to.enqueue_write(&mut self.from, self.bytes)?;
+        gpu.synchronize()?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    fn time_on_device(&mut self, gpu: &Gpu) -> Result<f64> {
+        let queue = gpu.queue()?;
+        gpu.synchronize()?;
+        let start = Instant::now();
+        queue.copy(&self.on_device, &mut self.to)?;
         gpu.synchronize()?;
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }

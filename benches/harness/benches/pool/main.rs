@@ -6,9 +6,8 @@
 //!
 //! | module | measures |
 //! |---|---|
-//! | [`load`] | the time of a load to the device, from the host tier, tensors and files, against a plain copy |
+//! | [`load`] | the time of a load to the device, from the host tier, tensors, files and device memory, against a plain copy |
 //! | [`steps`] | the time on the host of a step's leases and its end, by the number of resident adapters |
-//! | [`packing`] | the time to pack factors in device memory into a slot, against a plain copy on the device |
 //! | [`reading`] | the limits of a load from files: opening, planning, reading from the page cache, packing |
 //! | [`neighbours`] | replays of a decode step, alone and beside loads |
 //! | [`stalls`] | replays of a decode step beside each part of a load |
@@ -19,7 +18,6 @@
 mod beside;
 mod load;
 mod neighbours;
-mod packing;
 mod reading;
 mod stalls;
 mod steps;
@@ -72,10 +70,9 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 type Measurement = fn(&Gpu, &mut Figures) -> Result<()>;
 
-const MEASUREMENTS: [(&str, Measurement); 6] = [
+const MEASUREMENTS: [(&str, Measurement); 5] = [
     ("memory", memory),
     ("load", load::measure),
-    ("packing", packing::measure),
     ("reading", reading::measure),
     ("steps", steps::measure),
     ("neighbours", neighbours::measure),

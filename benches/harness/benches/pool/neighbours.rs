@@ -14,8 +14,8 @@ use std::{
 use aril::{
     DType, Slot,
     cuda::{
-        AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, RoutedBatch, Routing, WeightTable,
-        Workspace,
+        AdapterPool, Buffer, Graph, LaunchError, LoraLinear, Matrix, MatrixMut, Readback, RoutedBatch, Routing,
+        WeightTable, Workspace,
     },
     model::LinearId,
     plan::Capacity,
@@ -31,7 +31,7 @@ use aril_bench::{
 };
 use half::bf16;
 
-use crate::{LIMIT, lease, room};
+use crate::{LIMIT, lease, load::on_device, room};
 
 const RANK: usize = 16;
 /// Tokens of the step, each with an adapter of its own.
@@ -54,6 +54,8 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
     layers.write(RANK, &noise, dir.path())?;
     let memory = Source::memory(Arc::new(layers.adapter(RANK, &noise)?), &model, DType::BF16)?;
     let disk = Source::directory(dir.path(), &model, DType::BF16)?;
+    let device = on_device(layers, RANK, &noise, &Readback::new(&gpu.queue()?)?)?;
+    let device = Source::memory(Arc::new(device), &model, DType::BF16)?;
 
     let capacity = Capacity::tokens(TOKENS).slots(TOKENS + SPARE).rank(RANK);
     // Host memory for the ring, and for adapters of the directory that are read and copied.
@@ -86,7 +88,8 @@ pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
             let brought = match beside {
                 Neighbours::None => None,
                 Neighbours::Host => Some(Brought::Ring(&ring)),
-                Neighbours::Disk => Some(Brought::New(&disk)),
+                Neighbours::Disk => Some(Brought::New(&disk, Duration::ZERO)),
+                Neighbours::Device => Some(Brought::New(&device, Duration::from_millis(10))),
             };
             measured.round(gpu, &mut graph, &pool, brought)?;
         }
@@ -145,8 +148,8 @@ impl Captured {
 enum Brought<'a> {
     /// Adapters of the host tier, in turn.
     Ring(&'a [AdapterId]),
-    /// Adapters that are registered, read and forgotten.
-    New(&'a Source),
+    /// Adapters that are registered, read and forgotten, at most one in so much time.
+    New(&'a Source, Duration),
 }
 
 /// Times of replays, in µs.
@@ -239,18 +242,17 @@ type Sent<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 /// Prefetches adapters one behind the other, and ends with no copy under way. An error says where the adapter is that
 /// did not arrive, and the state of the pool.
 fn bring(pool: &Mutex<AdapterPool>, brought: Brought<'_>, is_done: &AtomicBool) -> Sent<()> {
-    let mut turn = match brought {
-        Brought::Ring(ids) => ids,
-        Brought::New(_) => &[],
-    }
-    .iter()
-    .copied()
-    .cycle();
-    let (mut on_way, mut ended) = (VecDeque::new(), None);
+    let (turn, interval) = match brought {
+        Brought::Ring(ids) => (ids, Duration::ZERO),
+        Brought::New(_, interval) => (&[][..], interval),
+    };
+    let mut turn = turn.iter().copied().cycle();
+    let (mut on_way, mut ended, mut next) = (VecDeque::new(), None, Instant::now());
     loop {
-        while !is_done.load(Ordering::Relaxed) && on_way.len() < SPARE {
+        while !is_done.load(Ordering::Relaxed) && on_way.len() < SPARE && next <= Instant::now() {
+            next += interval;
             let id = match brought {
-                Brought::New(source) => Some(locked(pool).register(source.clone())?),
+                Brought::New(source, _) => Some(locked(pool).register(source.clone())?),
                 Brought::Ring(_) => turn.next(),
             };
             let Some(id) = id else { return Ok(()) };
@@ -266,7 +268,7 @@ fn bring(pool: &Mutex<AdapterPool>, brought: Brought<'_>, is_done: &AtomicBool) 
                 break;
             }
             on_way.pop_front();
-            if matches!(brought, Brought::New(_)) {
+            if matches!(brought, Brought::New(..)) {
                 pool.unregister(residency.id)?;
             }
         }

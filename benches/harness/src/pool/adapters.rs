@@ -82,11 +82,20 @@ impl Layers {
 
     /// An adapter in memory.
     pub fn adapter(self, rank: usize, noise: &Noise) -> Result<Adapter> {
-        let tensor = |(name, shape, values): Factor| {
-            Ok((name, Tensor::new(DType::BF16, shape, bytemuck::cast_slice(&values).to_vec())?))
-        };
-        let tensors = self.factors(rank, noise).map(tensor).collect::<Result<Vec<_>>>()?;
-        Ok(Adapter::from_tensors(&config(rank), tensors)?)
+        self.adapter_of(rank, noise, |shape, values| {
+            Ok(Tensor::new(DType::BF16, shape, bytemuck::cast_slice(values).to_vec())?)
+        })
+    }
+
+    /// The same, of tensors that `tensor` makes.
+    pub fn adapter_of(
+        self,
+        rank: usize,
+        noise: &Noise,
+        tensor: impl Fn([usize; 2], &[bf16]) -> Result<Tensor>,
+    ) -> Result<Adapter> {
+        let tensors = self.factors(rank, noise).map(|(name, shape, values)| Ok((name, tensor(shape, &values)?)));
+        Ok(Adapter::from_tensors(&config(rank), tensors.collect::<Result<Vec<_>>>()?)?)
     }
 
     /// Writes the same adapter to the folder `dir`, as PEFT saves it.

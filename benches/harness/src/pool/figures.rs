@@ -117,16 +117,19 @@ pub enum Neighbours {
     Host,
     /// Adapters of a directory.
     Disk,
+    /// Adapters in device memory, 100 a second.
+    Device,
 }
 
 impl Neighbours {
-    pub const ALL: [Self; 3] = [Self::None, Self::Host, Self::Disk];
+    pub const ALL: [Self; 4] = [Self::None, Self::Host, Self::Disk, Self::Device];
 
     const fn name(self) -> &'static str {
         match self {
             Self::None => "alone",
             Self::Host => "beside loads from host memory",
             Self::Disk => "beside loads from disk",
+            Self::Device => "beside 100 loads a second from device memory",
         }
     }
 }
