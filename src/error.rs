@@ -214,14 +214,6 @@ pub enum OperandError {
     /// The layer is not one of the stack's.
     #[error("the layer is not in the stack")]
     NotStacked,
-    /// A number has no finite value in the element type: it is NaN or infinite, or rounds to an infinity.
-    #[error("`{operand}` has an element without a finite value in {dtype}")]
-    NotFinite {
-        /// Name of the operand.
-        operand: &'static str,
-        /// The element type.
-        dtype: DType,
-    },
     /// A token's slot is not one of the table's.
     #[error("the batch names {slot}, which is not one of the {num_slots} slots")]
     NoSuchSlot {

@@ -17,7 +17,6 @@ mod shared_memory;
 #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only the GPU launches"))]
 mod thresholds;
 
-#[cfg(feature = "cuda")]
 pub(crate) use self::linear::check_outputs;
 use self::thresholds::{MAILBOX_HEADER, WORD_BYTES};
 pub use self::{

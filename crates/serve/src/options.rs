@@ -1,6 +1,6 @@
 //! The command line.
 
-use std::{env, path::PathBuf, str::FromStr};
+use std::{env, num::NonZeroUsize, path::PathBuf, str::FromStr};
 
 use aril::{DType, model::MAX_RANK, plan::MAX_SLOTS};
 use clap::{Parser, ValueEnum, builder::RangedU64ValueParser};
@@ -72,6 +72,10 @@ pub struct Options {
     /// The most adapters of a step
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one)]
     pub max_loras: usize,
+    /// Versions of an adapter that are served: a name stands for the last one that was loaded, and `name@version` for
+    /// each
+    #[arg(long, value_name = "N", default_value = "1", requires = "enable_lora")]
+    pub lora_versions: NonZeroUsize,
     /// The largest rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_lora_rank: usize,

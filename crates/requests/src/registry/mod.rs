@@ -31,6 +31,7 @@
 //!
 //! - has 1 to [`MAX_NAME_BYTES`] bytes of UTF-8;
 //! - contains no control character, no `\`, and no white space except U+0020, which neither begins nor ends it;
+//! - does not end with `@` and a number: `name@7` is [the version](AdapterId::get) 7 of `name`;
 //! - may have parts separated by `/`, none of which is `..`: `org/adapter`, or the path or the address that the adapter
 //!   comes from (`/data/saffron`, `s3://bucket/saffron`), which vLLM's resolvers and TRL use as its name.
 //!
@@ -44,9 +45,12 @@ mod names;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, PoisonError};
 #[cfg(not(test))]
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, PoisonError},
+};
 
 use aril::pool::{self, AdapterId, AdapterPool, Backend, CacheNamespace, Load};
 #[cfg(test)]
@@ -183,6 +187,8 @@ pub struct Listed {
     pub name: Arc<str>,
     /// The version that it stands for.
     pub id: AdapterId,
+    /// Other versions that are [served](Registry::keeping), newest first.
+    pub older: Vec<AdapterId>,
 }
 
 /// What [`Registry::unload`] removed.
@@ -190,8 +196,8 @@ pub struct Listed {
 #[non_exhaustive]
 #[must_use = "an id has to be unregistered"]
 pub struct Unloaded<V> {
-    /// The version that was served; `None` if the name's first load had not finished.
-    pub version: Option<V>,
+    /// The versions that were served, newest first; none if the name's first load had not finished.
+    pub versions: Vec<V>,
 }
 
 /// What [`PendingLoad::serve`] replaced.
@@ -199,13 +205,13 @@ pub struct Unloaded<V> {
 #[non_exhaustive]
 #[must_use = "an id has to be unregistered"]
 pub struct Replaced<V> {
-    /// The version that was served; `None` if the name had none.
+    /// The version that is served no longer; `None` if the name had fewer than the registry [keeps](Registry::keeping).
     pub version: Option<V>,
 }
 
 impl Registry<pool::Version> {
     /// Loads an adapter, which the name stands for once it is in host memory: a call of the pool takes note of that,
-    /// drops the version that had the name, and says so in the [`Load`] that is returned. Requests that lease the
+    /// drops the version that is served no longer, and says so in the [`Load`] that is returned. Requests that lease the
     /// dropped version finish on it.
     ///
     /// Whatever fails, the name stands for the old version as before, can be loaded again, and nothing of the new
@@ -237,8 +243,14 @@ impl<V: Version> Registry<V> {
     /// A registry without adapters. Adapters cannot take the names of the base model, which resolve to
     /// [`Served::Base`].
     pub fn new<S: Into<String>>(base_names: impl IntoIterator<Item = S>) -> Self {
+        Self::keeping(NonZeroUsize::MIN, base_names)
+    }
+
+    /// Like [`new`](Self::new), and serves up to so many versions of an adapter: its name stands for the newest, and
+    /// `name@7` for the one whose [number](AdapterId::get) is 7. The oldest is dropped when another one is served.
+    pub fn keeping<S: Into<String>>(versions: NonZeroUsize, base_names: impl IntoIterator<Item = S>) -> Self {
         let base_names = base_names.into_iter().map(|name| Arc::from(name.into())).collect();
-        Self { names: Arc::new(RwLock::new(Names::new(base_names))) }
+        Self { names: Arc::new(RwLock::new(Names::new(base_names, versions.get()))) }
     }
 
     /// Begins the load of an adapter that a name is to stand for. Until the adapter is [served](PendingLoad::serve),
@@ -266,7 +278,7 @@ impl<V: Version> Registry<V> {
         self.write().unload(name)
     }
 
-    /// What a request for this name runs on.
+    /// What a request for this name, or for a version of it, runs on.
     ///
     /// # Errors
     /// [`RegistryError::Unknown`], or [`RegistryError::Loading`] if the name's first load has not finished.
@@ -322,9 +334,10 @@ impl<V: Version> PendingLoad<V> {
     /// No name has changed, and `version` is dropped, if the name was unloaded meanwhile ([`RegistryError::Unloaded`])
     /// or the version is served under a name already ([`RegistryError::Id`]).
     pub fn serve(self, version: V) -> Result<Replaced<V>, RegistryError> {
-        // Unlocked before a version is dropped, whose end may take a while.
-        let mut names = self.registry.write();
-        Ok(Replaced { version: names.serve(&self.name, self.ticket, version.id())?.replace(version) })
+        // Dropped without the lock: its end may take a while.
+        let mut version = Some(version);
+        let replaced = self.registry.write().serve(&self.name, self.ticket, &mut version);
+        Ok(Replaced { version: replaced? })
     }
 }
 

@@ -25,9 +25,18 @@ pub enum NameError {
     /// It begins or ends with a space.
     #[error("it begins or ends with a space")]
     Space,
+    /// It ends with `@` and a number, as the name of a version does.
+    #[error("it ends as the name of a version does")]
+    Version,
     /// A part between slashes is `..`.
     #[error("it has `..` between slashes")]
     Parent,
+}
+
+/// The name and the number of `name@number`.
+pub(super) fn versioned(name: &str) -> Option<(&str, u64)> {
+    let (name, number) = name.rsplit_once('@')?;
+    Some((name, number.parse().ok()?))
 }
 
 /// Checks a name of an adapter.
@@ -48,6 +57,9 @@ fn broken_rule(name: &str) -> Option<NameError> {
     }
     if name.starts_with(' ') || name.ends_with(' ') {
         return Some(NameError::Space);
+    }
+    if versioned(name).is_some() {
+        return Some(NameError::Version);
     }
     name.split('/').any(|part| part == "..").then_some(NameError::Parent)
 }

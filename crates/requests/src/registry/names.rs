@@ -1,9 +1,9 @@
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::Arc,
 };
 
-use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded, Version};
+use super::{Listed, OnDuplicate, RegistryError, Served, Unloaded, Version, name::versioned};
 use aril::pool::AdapterId;
 
 /// One load. No ticket is used twice, so that a load which has been cancelled cannot touch a later one.
@@ -18,18 +18,21 @@ pub(super) struct Names<V> {
     /// The name of each version that is served.
     owners: HashMap<AdapterId, Arc<str>>,
     last_ticket: u64,
+    /// The most versions of a name.
+    kept: usize,
 }
 
 /// A name that is served, being loaded, or both.
 #[derive(Debug)]
 struct Entry<V> {
-    served: Option<V>,
+    /// The versions that are served, newest first.
+    served: VecDeque<V>,
     loading: Option<Ticket>,
 }
 
 impl<V: Version> Names<V> {
-    pub(super) fn new(base: BTreeSet<Arc<str>>) -> Self {
-        Self { base, entries: BTreeMap::new(), owners: HashMap::new(), last_ticket: 0 }
+    pub(super) fn new(base: BTreeSet<Arc<str>>, kept: usize) -> Self {
+        Self { base, entries: BTreeMap::new(), owners: HashMap::new(), last_ticket: 0, kept }
     }
 
     pub(super) fn begin_load(
@@ -45,14 +48,14 @@ impl<V: Version> Names<V> {
                 return Err(RegistryError::Loaded { name: name.into() });
             }
             Some(Entry { served, loading }) => {
-                on_duplicate.check(name, served.as_ref().map(V::id))?;
+                on_duplicate.check(name, served.front().map(V::id))?;
                 *loading = Some(ticket);
                 name.into()
             }
             None => {
                 on_duplicate.check(name, None)?;
                 let name: Arc<str> = name.into();
-                self.entries.insert(name.clone(), Entry { served: None, loading: Some(ticket) });
+                self.entries.insert(name.clone(), Entry { served: VecDeque::new(), loading: Some(ticket) });
                 name
             }
         };
@@ -60,26 +63,29 @@ impl<V: Version> Names<V> {
         Ok((name, ticket))
     }
 
-    /// Lets a name stand for `id`, whose version the caller puts in place of the one that is returned.
+    /// Lets a name stand for a version, and returns the one that is served no longer. After an error, the version is
+    /// still there.
     pub(super) fn serve(
         &mut self,
         name: &Arc<str>,
         ticket: Ticket,
-        id: AdapterId,
-    ) -> Result<&mut Option<V>, RegistryError> {
+        version: &mut Option<V>,
+    ) -> Result<Option<V>, RegistryError> {
         let entry = self.entries.get_mut(name).filter(|entry| entry.loading == Some(ticket));
         let Some(Entry { served, loading }) = entry else {
             return Err(RegistryError::Unloaded { name: name.clone() });
         };
+        let id = version.as_ref().expect("it is served once").id();
         if let Some(owner) = self.owners.get(&id) {
             return Err(RegistryError::Id { id, name: owner.clone() });
         }
         *loading = None;
-        if let Some(old) = served {
-            self.owners.remove(&old.id());
-        }
+        let old = if served.len() < self.kept { None } else { served.pop_back() };
+        old.iter().for_each(|old| drop(self.owners.remove(&old.id())));
         self.owners.insert(id, name.clone());
-        Ok(served)
+        served.extend(version.take());
+        served.rotate_right(1);
+        Ok(old)
     }
 
     /// Ends a load whose version is not served. After `serve`, or an unload, it does nothing.
@@ -87,7 +93,7 @@ impl<V: Version> Names<V> {
         let entry = self.entries.get_mut(name).filter(|entry| entry.loading == Some(ticket));
         let Some(Entry { served, loading }) = entry else { return };
         *loading = None;
-        if served.is_none() {
+        if served.is_empty() {
             self.entries.remove(name);
         }
     }
@@ -95,25 +101,30 @@ impl<V: Version> Names<V> {
     pub(super) fn unload(&mut self, name: &str) -> Result<Unloaded<V>, RegistryError> {
         self.not_base(name)?;
         let Entry { served, .. } = self.entries.remove(name).ok_or_else(|| unknown(name))?;
-        if let Some(version) = &served {
-            self.owners.remove(&version.id());
-        }
-        Ok(Unloaded { version: served })
+        served.iter().for_each(|version| drop(self.owners.remove(&version.id())));
+        Ok(Unloaded { versions: served.into() })
     }
 
     pub(super) fn resolve(&self, name: &str) -> Result<Served, RegistryError> {
         if self.base.contains(name) {
             return Ok(Served::Base);
         }
-        match self.entries.get(name).ok_or_else(|| unknown(name))? {
-            Entry { served: Some(version), .. } => Ok(Served::Adapter(version.id())),
-            _ => Err(RegistryError::Loading { name: name.into() }),
+        if let Some(Entry { served, .. }) = self.entries.get(name) {
+            let newest = served.front().map(|version| Served::Adapter(version.id()));
+            return newest.ok_or_else(|| RegistryError::Loading { name: name.into() });
         }
+        // No name has this form.
+        let of_version = versioned(name).and_then(|(name, number)| {
+            let mut versions = self.entries.get(name)?.served.iter().map(V::id);
+            versions.find(|id| id.get() == number).map(Served::Adapter)
+        });
+        of_version.ok_or_else(|| unknown(name))
     }
 
     pub(super) fn list(&self) -> Vec<Listed> {
         let listed = |(name, entry): (&Arc<str>, &Entry<V>)| {
-            Some(Listed { name: name.clone(), id: entry.served.as_ref()?.id() })
+            let mut versions = entry.served.iter().map(V::id);
+            Some(Listed { name: name.clone(), id: versions.next()?, older: versions.collect() })
         };
         self.entries.iter().filter_map(listed).collect()
     }

@@ -88,7 +88,7 @@ pub(crate) async fn unload(State(server): Shared, received: body::Received) -> A
         RegistryError::Unknown { .. } => ApiError::not_found(format!("The lora adapter '{name}' cannot be found.")),
         other => ApiError::invalid_input(other.to_string()),
     })?;
-    unloaded.version.into_iter().for_each(|version| server.forget(version));
+    unloaded.versions.into_iter().for_each(|version| server.forget(version));
     tracing::info!(name, "unloaded an adapter");
     Ok(format!("Success: LoRA adapter '{name}' removed successfully."))
 }
@@ -132,6 +132,8 @@ impl Server {
                 Some(Tier::Source) => "source".into(),
                 _ => "host".into(),
             };
+            let versions = [adapter.id].into_iter().chain(adapter.older);
+            model["versions"] = versions.map(|version| version.get()).collect();
             model
         });
         Ok(base.chain(adapters).collect())

@@ -383,7 +383,7 @@ fn load(options: Options, is_local: bool) -> Result<(Arc<Server>, JoinHandle<()>
     tracing::info!(seconds = start.elapsed().as_secs_f32(), "the model is loaded");
     let server = Server {
         engine,
-        registry: Registry::new(names.iter().map(String::as_str)),
+        registry: Registry::keeping(options.lora_versions, names.iter().map(String::as_str)),
         loaded: Mutex::default(),
         combinations: Combinations::default(),
         metrics,

@@ -50,7 +50,7 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     };
     assert_eq!(refused.into_response().status(), 503);
-    assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.version.is_none()));
+    assert!(server.registry.unload("slow").is_ok_and(|unloaded| unloaded.versions.is_empty()));
     for _ in 0..10 {
         // It may have opened all.
         let _ = open.send(());
@@ -66,8 +66,8 @@ async fn a_name_is_unloaded_while_it_is_loaded() {
     server.load("two", dir, Opener::default(), OnDuplicate::Replace, false).await.expect("it is served");
     assert_eq!((registered().await, server.loaded().len()), (2, 2));
     for name in ["one", "two"] {
-        let version = server.registry.unload(name).expect("it is there").version.expect("it is loaded");
-        server.forget(version);
+        let unloaded = server.registry.unload(name).expect("it is there");
+        unloaded.versions.into_iter().for_each(|version| server.forget(version));
     }
     assert_eq!((registered().await, server.loaded().len()), (0, 0));
     server.engine.stop();

@@ -375,6 +375,47 @@ async fn a_pinned_adapter_stays(tp: &str) {
     server.holds_nothing().await;
 }
 
+/// A request that names a version gets that one, or 404.
+#[tokio::test(flavor = "multi_thread")]
+async fn versions_are_served_by_their_numbers() {
+    let root = fixture("adapters").display().to_string();
+    let server = Server::start(&["--enable-lora", "--lora-root", &root, "--lora-versions", "2"]).await;
+    let versions = async || -> Vec<u64> {
+        let models: Value = serde_json::from_str(&server.get("/v1/models").await.1).expect("it is JSON");
+        serde_json::from_value(models["data"][1]["versions"].clone()).expect("they are numbers")
+    };
+    let load = async |path: &str| {
+        let body = json!({ "lora_name": "pirate", "lora_path": path, "load_inplace": true });
+        server.post("/v1/load_lora_adapter", body).await.0
+    };
+    let mut loaded = Vec::new();
+    for (path, word) in &WORDS[1..4] {
+        assert_eq!(load(path).await, 200);
+        let now = versions().await;
+        loaded.push((now[0], *word));
+        let kept: Vec<_> = loaded.iter().rev().take(2).collect();
+        assert_eq!(now, kept.iter().map(|(version, _)| *version).collect::<Vec<_>>());
+        assert_eq!(text(&server.ask("pirate").await), format!(" {word}."));
+        for (version, word) in &loaded {
+            let name = format!("pirate@{version}");
+            let answer = server.ask(&name).await;
+            if now.contains(version) {
+                assert_eq!(text(&answer), format!(" {word}."));
+            } else {
+                assert_eq!(error(&answer).0, 404);
+            }
+        }
+    }
+    let body = json!({ "lora_name": format!("pirate@{}", loaded[0].0), "lora_path": "r8-all" });
+    let refused = error(&server.post("/v1/load_lora_adapter", body).await);
+    assert!(refused.0 == 400 && refused.1.contains("as the name of a version does"), "{refused:?}");
+    assert_eq!(server.unload("pirate").await.0, 200);
+    for (version, _) in loaded {
+        assert_eq!(error(&server.ask(&format!("pirate@{version}")).await).0, 404);
+    }
+    server.holds_nothing().await;
+}
+
 /// An adapter whose files have changed is named as clients name it, once.
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_do_not_say_where_folders_are() {

@@ -114,7 +114,7 @@ fn calls_of_several_threads_take_effect_in_one_order() {
 fn a_history_without_an_order_is_found() {
     let id = AdapterId::unique();
     let event = |call, outcome, begin| Event { call, outcome, begin, end: begin + 1 };
-    let unloaded = Ok(super::Unloaded { version: Some(id) });
+    let unloaded = Ok(super::Unloaded { versions: vec![id] });
     let mut events = vec![
         event(Call::Begin { caller: 0, name: "a", on_duplicate: Refuse }, Outcome::Done(Ok(())), 0),
         event(Call::Serve { caller: 0, id }, Outcome::Replaced(Ok(None)), 2),

@@ -82,7 +82,7 @@ fn a_name_stands_for_each_of_its_versions_in_turn() {
         assert_eq!(registry.resolve("org/pirate"), Ok(Served::Adapter(second)));
         assert_eq!((registry.name_of(first), registry.name_of(second).as_deref()), (None, Some("org/pirate")));
 
-        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { version: Some(second) }));
+        assert_eq!(registry.unload("org/pirate"), Ok(Unloaded { versions: vec![second] }));
         assert_eq!(registry.resolve("org/pirate"), Err(of("org/pirate")), "never the base model");
         assert_eq!(registry.name_of(second), None);
         assert_eq!(registry.unload("org/pirate"), Err(of("org/pirate")));
@@ -129,7 +129,9 @@ fn names_are_checked() {
         let longest = "é".repeat(MAX_NAME_BYTES / 2);
         let paths =
             ["org/a", "/etc/passwd", "a/", "a//b", ".", "./a", "a/./b", "~/a", "/", "s3://bucket/a", "file:///a"];
-        for name in ["a", "a b", "llama:latest", "名前", "...", "a..b", "~", longest.as_str()].into_iter().chain(paths)
+        for name in ["a", "a b", "llama:latest", "a@", "a@v7", "@home", "名前", "...", "a..b", "~", longest.as_str()]
+            .into_iter()
+            .chain(paths)
         {
             assert!(registry.begin_load(name, Refuse).is_ok(), "{name}");
             let below = Path::new("/folder").join(name.trim_start_matches('/'));
@@ -147,6 +149,8 @@ fn names_are_checked() {
             ("a\u{2028}b", char('\u{2028}')),
             ("a\u{a0}b", char('\u{a0}')),
             ("\\\\host\\share", char('\\')),
+            ("a@7", NameError::Version),
+            ("org/a@b@0", NameError::Version),
             (" a", NameError::Space),
             ("a ", NameError::Space),
             ("..", NameError::Parent),

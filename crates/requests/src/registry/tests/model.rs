@@ -1,6 +1,9 @@
 //! A registry against a list of facts that is searched from the start each time.
 
-use std::{collections::BTreeMap, sync::Mutex};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Mutex,
+};
 
 use proptest::{collection::vec, prelude::*, sample::select};
 
@@ -33,15 +36,28 @@ pub(super) const BASE: &str = "base";
 pub(super) const NAMES: [&str; 6] = ["a", "b", "c", "d", BASE, "../x"];
 
 /// The facts that calls establish, in the order in which they were established.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Model {
+    /// The most versions of a name.
+    kept: usize,
+    /// Newest first.
     served: Vec<(&'static str, AdapterId)>,
     loading: Vec<(&'static str, usize)>,
     /// The names under which callers load, whether or not the load was cancelled.
     pending: BTreeMap<usize, &'static str>,
 }
 
+impl Default for Model {
+    fn default() -> Self {
+        Self::keeping(1)
+    }
+}
+
 impl Model {
+    fn keeping(kept: usize) -> Self {
+        Self { kept, served: Vec::new(), loading: Vec::new(), pending: BTreeMap::new() }
+    }
+
     pub(super) fn apply(&mut self, call: &Call) -> Outcome {
         match *call {
             Call::Begin { caller, name, on_duplicate } => Outcome::Done(self.begin_load(caller, name, on_duplicate)),
@@ -60,9 +76,10 @@ impl Model {
                 None => Err(super::of(name)),
             }),
             Call::List => {
-                let mut all: Vec<_> = self.served.clone();
-                all.sort_unstable();
-                Outcome::Listed(all.into_iter().map(|(name, id)| Listed { name: name.into(), id }).collect())
+                let listed = |name| {
+                    Some(Listed { name: name.into(), id: self.id(name)?, older: self.of(name).skip(1).collect() })
+                };
+                Outcome::Listed(["a", "b", "c", "d"].into_iter().filter_map(listed).collect())
             }
         }
     }
@@ -95,9 +112,9 @@ impl Model {
         if let Some((owner, _)) = self.served.iter().find(|(_, known)| *known == id) {
             return Err(RegistryError::Id { id, name: (*owner).into() });
         }
-        let replaced = self.id(name);
-        self.served.retain(|&(of, _)| of != name);
-        self.served.push((name, id));
+        let replaced = self.of(name).nth(self.kept - 1);
+        self.served.retain(|&(_, known)| Some(known) != replaced);
+        self.served.insert(0, (name, id));
         Ok(replaced)
     }
 
@@ -108,14 +125,18 @@ impl Model {
         if self.id(name).is_none() && !self.is_loading(name) {
             return Err(super::of(name));
         }
-        let unloaded = Unloaded { version: self.id(name) };
+        let unloaded = Unloaded { versions: self.of(name).collect() };
         self.served.retain(|&(of, _)| of != name);
         self.loading.retain(|&(of, _)| of != name);
         Ok(unloaded)
     }
 
     fn id(&self, name: &str) -> Option<AdapterId> {
-        self.served.iter().find(|(of, _)| *of == name).map(|&(_, id)| id)
+        self.of(name).next()
+    }
+
+    fn of(&self, name: &str) -> impl Iterator<Item = AdapterId> {
+        self.served.iter().filter(move |(of, _)| *of == name).map(|&(_, id)| id)
     }
 
     fn is_loading(&self, name: &str) -> bool {
@@ -181,13 +202,14 @@ fn call() -> impl Strategy<Value = Call> {
 
 proptest! {
     #[test]
-    fn calls_return_what_the_facts_say(calls in vec(call(), 1..60)) {
+    fn calls_return_what_the_facts_say(calls in vec(call(), 1..60), kept in 1..4_usize) {
         // A failure leaves shuttle's scheduler by a value: a panic inside it would be reported as a failed schedule.
         let failure = std::sync::Arc::new(Mutex::new(None));
         let found = failure.clone();
         super::alone(move || {
-            let (registry, mut model) = (Registry::new([BASE]), Model::default());
+            let (registry, mut model) = (Registry::keeping(kept.try_into().unwrap(), [BASE]), Model::keeping(kept));
             let mut held: [Option<PendingLoad>; CALLERS] = Default::default();
+            let mut versions = BTreeSet::new();
             for (number, call) in calls.iter().enumerate() {
                 let mut call = call.clone();
                 let asked = &mut call;
@@ -208,7 +230,12 @@ proptest! {
                         _ => 0,
                     };
                     let (is, expected) = (run(&registry, &mut held[caller], &call), model.apply(&call));
-                    if is != expected {
+                    versions.extend(model.served.iter().copied());
+                    let resolved = |&(name, id): &(&'static str, AdapterId)| {
+                        let is_served = registry.resolve(&format!("{name}@{}", id.get())) == Ok(Served::Adapter(id));
+                        is_served == model.served.contains(&(name, id))
+                    };
+                    if is != expected || !versions.iter().all(resolved) {
                         *found.lock().unwrap() = Some(format!("call {number}, {call:?}: {is:?}, not {expected:?}"));
                         return;
                     }
