@@ -487,12 +487,13 @@ impl<'a> View<'a> {
 
     /// Its place in the memory of a device, if it is there: what the device knows it by, and the first element, in
     /// bytes.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "there is no device"))]
+    #[cfg(feature = "cuda")]
     pub(super) fn on_device(&self) -> Option<(&'a (dyn Any + Send + Sync), usize)> {
         let (memory, start) = self.tensor.on_device()?;
         Some((memory, start + self.start * self.tensor.dtype.bytes()))
     }
 
+    #[cfg(feature = "cuda")]
     pub(super) fn strides(&self) -> [usize; 2] {
         [self.row_stride, self.col_stride]
     }

@@ -134,6 +134,9 @@ fn factors(dtype: Option<DType>, rng: &mut StdRng) -> Parts {
     let modules: Vec<_> =
         modules.into_iter().enumerate().map(|(i, module)| module.dtype(of(i)).fill(&mut value)).collect();
     let (config, mut tensors) = adapters::parts(4.0, &modules);
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    // Of the modules that have none of their own.
+    config["r"] = 6.into();
     // Stacked, with experts fastest in B.
     let mut stacked = |name: &str, shape: [usize; 2], number: usize| {
         let values: Vec<_> = (0..shape[0] * shape[1]).map(|_| adapters::round(value(), of(number))).collect();
@@ -143,7 +146,7 @@ fn factors(dtype: Option<DType>, rng: &mut StdRng) -> Parts {
         stacked(&format!("{proj}lora_A"), [EXPERTS * 6, *inputs], number);
         stacked(&format!("{proj}lora_B"), [*outputs, EXPERTS * 6], number);
     }
-    (config, tensors)
+    (config.to_string(), tensors)
 }
 
 /// Every kind of factor, in every type, on one rank and on each of two: what the host packs, and what the device does.
