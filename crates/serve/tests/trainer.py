@@ -25,15 +25,15 @@ NAME = "trained"
 KEPT = 4
 
 
-def post(server: Served, path: str, body: dict) -> object:
+def post(server: Served, path: str, body: dict) -> bytes:
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request))
+    return urllib.request.urlopen(request).read()
 
 
 def of_server(server: Served, model: str, prompt: list[int]) -> list[float]:
     """The log-probability of each token of a prompt behind the first."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    return post(server, "/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt)]
+    return json.loads(post(server, "/v1/completions", body))["choices"][0]["logprobs"]["token_logprobs"][1 : len(prompt)]
 
 
 def largest(left: list[float], right: list[float]) -> float:

@@ -76,7 +76,7 @@ impl Model {
                 None => Err(super::of(name)),
             }),
             Call::List => {
-                let listed = |name| {
+                let listed = |name: &str| {
                     Some(Listed { name: name.into(), id: self.id(name)?, older: self.of(name).skip(1).collect() })
                 };
                 Outcome::Listed(["a", "b", "c", "d"].into_iter().filter_map(listed).collect())
