@@ -2,7 +2,11 @@
 
 #![expect(unsafe_code, reason = "the driver's pinned memory and events")]
 
-use std::{fmt, ops::Range, sync::Arc};
+use std::{
+    fmt,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use cudarc::driver::{CudaContext, CudaEvent, result, sys};
 
@@ -175,6 +179,8 @@ pub(crate) struct HostArena {
     ptr: *mut u8,
     len: usize,
     lent: Lent,
+    /// Parts that nobody has, and whose last copies may not have run.
+    copied: Mutex<Vec<(Range<usize>, Arc<CudaEvent>)>>,
 }
 
 // SAFETY: it holds memory that nothing else owns.
@@ -198,17 +204,47 @@ impl HostArena {
         let ptr: *mut u8 = unsafe { result::malloc_host(len.max(1), 0) }?.cast();
         // SAFETY: just allocated with this length.
         unsafe { ptr.write_bytes(0, len) };
-        Ok(Self { context: Arc::clone(queue.stream().context()), ptr, len, lent: Lent::default() })
+        Ok(Self {
+            context: Arc::clone(queue.stream().context()),
+            ptr,
+            len,
+            lent: Lent::default(),
+            copied: Mutex::default(),
+        })
     }
 
-    /// Lends a part of the memory, of some bytes. Returns `None` if somebody has some of it.
+    /// Lends a part of the memory, of some bytes. Blocks this thread until the last copies of those who had it have
+    /// run. Returns `None` if somebody has some of it.
     pub(in crate::cuda) fn lend(self: &Arc<Self>, range: Range<usize>) -> Option<HostPart> {
+        self.reclaim(&range);
         let is_lent = !range.is_empty() && range.end <= self.len && self.lent.lend(&range);
         is_lent.then(|| HostPart { arena: Arc::clone(self), range, copied: None })
     }
+
+    /// Takes back the parts whose copies have run, after those of this range.
+    fn reclaim(&self, range: &Range<usize>) {
+        let _relaxed = Relaxed::new();
+        self.copied().retain(|(part, copied)| {
+            let is_wanted = part.start < range.end && range.start < part.end;
+            if is_wanted {
+                // On an error the context is gone, and with it the copy.
+                let _ = copied.synchronize();
+            }
+            let is_busy = !is_wanted && !copied.is_complete();
+            if !is_busy {
+                self.lent.give_back(part);
+            }
+            is_busy
+        });
+    }
+
+    fn copied(&self) -> MutexGuard<'_, Vec<(Range<usize>, Arc<CudaEvent>)>> {
+        // A panic cannot leave the list half-changed.
+        self.copied.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// A part of page-locked memory that nobody else has. Its drop waits for the last copy from it, and gives it back.
+/// A part of page-locked memory that nobody else has. After its drop, nobody gets it before the last copy has run.
 #[derive(Debug)]
 pub(in crate::cuda) struct HostPart {
     arena: Arc<HostArena>,
@@ -264,14 +300,18 @@ impl HostPart {
 
 impl Drop for HostPart {
     fn drop(&mut self) {
-        self.wait();
-        self.arena.lent.give_back(&self.range);
+        let _relaxed = Relaxed::new();
+        match self.copied.take().filter(|copied| !copied.is_complete()) {
+            Some(copied) => self.arena.copied().push((self.range.clone(), copied)),
+            None => self.arena.lent.give_back(&self.range),
+        }
     }
 }
 
 impl Drop for HostArena {
-    /// All parts, each of which has waited for its copies, are gone.
+    /// All parts are gone.
     fn drop(&mut self) {
+        self.reclaim(&(0..self.len));
         // On an error the context is gone, and with it the memory.
         let _ = self.context.bind_to_thread();
         let _relaxed = Relaxed::new();
