@@ -1,6 +1,10 @@
 //! The time from a prefetch until the copy of the adapter's lease has run on the device.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use aril::{
     DType,
@@ -23,6 +27,8 @@ use crate::{lease, packers, room};
 const RANK: usize = 16;
 const COPIES: usize = 40;
 const READS: usize = 10;
+/// Less than what the link to the device has.
+const LINK_BYTES_PER_S: f64 = 20e9;
 
 /// Adapters of rank 16: of the linear layers of Qwen3-8B, and of the experts of Qwen3-30B-A3B.
 pub(crate) fn measure(gpu: &Gpu, figures: &mut Figures) -> Result<()> {
@@ -74,7 +80,13 @@ fn measure_of(layers: Layers, of: &str, gpu: &Gpu, figures: &mut Figures) -> Res
         let (mut us, mut copy_us) = (Vec::new(), Vec::new());
         time_unread(gpu, &mut pool, source)?;
         for _ in 0..READS {
-            copy_us.push(if from == "device" { plain.time_on_device(gpu)? } else { plain.time(gpu)? });
+            copy_us.push(if from == "device" {
+                // The host's copy of the slot before, which the next packing would wait for.
+                thread::sleep(Duration::from_secs_f64(source.bytes() as f64 / LINK_BYTES_PER_S));
+                plain.time_on_device(gpu)?
+            } else {
+                plain.time(gpu)?
+            });
             us.push(time_unread(gpu, &mut pool, source)?);
         }
         figures.load.push(plain.compare(format!("{from}{of}"), us, copy_us));
