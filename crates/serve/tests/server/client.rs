@@ -57,10 +57,11 @@ impl Server {
         let model = fixture(model).display().to_string();
         let device = env::var("ARIL_SERVE_DEVICE").unwrap_or_else(|_| "cpu".into());
         let on = ["aril-serve", "--model", &model];
-        let fixed = ["--served-model-name", "base", "--port", "0", "--kv-cache-mib", "8"];
-        // A test that is of the CPU says so.
-        let device = if args.contains(&"--device") { vec![] } else { vec!["--device", &device] };
-        let running = start(Options::parse_from(on.iter().chain(&fixed).chain(&device).chain(args)))
+        let fixed = ["--served-model-name", "base", "--port", "0"];
+        // A test that is of the CPU, or of another cache, says so.
+        let usual = [["--device", &device], ["--kv-cache-mib", "8"]];
+        let usual = usual.iter().filter(|[option, _]| !args.contains(option)).flatten();
+        let running = start(Options::parse_from(on.iter().chain(&fixed).chain(usual).chain(args)))
             .await
             .expect("the arguments are valid");
         Self { running, http: reqwest::Client::new() }

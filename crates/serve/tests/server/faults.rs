@@ -310,6 +310,9 @@ async fn nobody_waits_for_a_long_step() {
         "1024",
         "--step-seconds",
         "1",
+        // For the sequences of many layers.
+        "--kv-cache-mib",
+        "1024",
         "--device",
         "cpu",
     ];
