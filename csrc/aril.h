@@ -488,6 +488,27 @@ typedef struct aril_embedding_args {
   aril_routing routing;
 } aril_embedding_args;
 
+// Trained rows of an embedding or of a head, which a slot has in the place of the base's:
+// y[t] = the row of token_ids[t], if there is one; or y[t, id] = x[t] . the row of each id, in f32
+// with one rounding. Scales make no difference. In the descriptor, `a` are the ids, ascending, each
+// an int32_t in the place of two elements, `b` the rows, padded to ARIL_OUT_TILE features, and
+// `rank` their number, which max_rank does not bound.
+typedef struct aril_rows_args {
+  int32_t dtype;
+  int32_t num_tokens;
+  int32_t hidden;            // features of a row
+  int32_t outputs;           // of aril_replace_logits: columns of y
+  int32_t max_tiles;         // of token tiles
+  int32_t blocks;            // of a tile
+  const int32_t* token_ids;  // of aril_replace_embeddings: [num_tokens]
+  const void* x;             // of aril_replace_logits: [num_tokens, hidden]
+  int64_t x_stride;
+  void* y;  // [num_tokens, hidden] or [num_tokens, outputs]
+  int64_t y_stride;
+  aril_weights weights;
+  aril_routing routing;
+} aril_rows_args;
+
 // The router's choice, in device memory.
 typedef struct aril_top_k {
   const int32_t* ids;    // [num_tokens, top_k]; a route is present if its id is in 0..num_experts
@@ -704,6 +725,8 @@ int32_t aril_stacked_silu_mul(const aril_stacked_silu_mul_args* args, void* stre
 int32_t aril_forward_maps(const aril_base_weights* weights, aril_forward_map* map);
 int32_t aril_linear_forward(const aril_forward_args* args, void* stream);
 int32_t aril_embedding(const aril_embedding_args* args, void* stream);
+int32_t aril_replace_embeddings(const aril_rows_args* args, void* stream);
+int32_t aril_replace_logits(const aril_rows_args* args, void* stream);
 int32_t aril_group(const aril_group_args* args, void* stream);
 int32_t aril_experts(const aril_experts_args* args, void* stream);
 int32_t aril_pack(const aril_pack_args* args, void* stream);

@@ -10,6 +10,7 @@ namespace aril {
 
 int32_t load_routing();
 int32_t load_linear();
+int32_t load_rows();
 int32_t load_sharded();
 int32_t load_fused_linear();
 int32_t load_consumers();
@@ -26,6 +27,7 @@ bool early_starts = true;
 int32_t load_all() {
   ARIL_TRY(load_routing());
   ARIL_TRY(load_linear());
+  ARIL_TRY(load_rows());
   ARIL_TRY(load_sharded());
   ARIL_TRY(load_fused_linear());
   ARIL_TRY(load_consumers());

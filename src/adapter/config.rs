@@ -40,13 +40,20 @@ pub(super) struct Config {
     layers: Option<Layers>,
     target_parameters: Option<HashSet<String>>,
     /// Whether PEFT gives the head and the embedding of a model that ties them the same factors.
-    ties: bool,
+    pub(super) ties: bool,
     /// Taken by engines that heed it.
     pub(super) invocation: Option<Invocation>,
+    /// The ids of trained rows, by the end of a module's path; those of the input embedding without one.
+    pub(super) token_ids: Vec<TokenIds>,
+    /// The ends of the paths of embeddings and heads whose weights are the adapter's own.
+    pub(super) saved: Vec<String>,
     /// Whether PEFT treats a parameter `[experts, m, n]` as mapping n to m features, rather than m to n, if
     /// `peft_version` says so.
     pub(super) swaps_features: Option<bool>,
 }
+
+/// The end of a module's path, which the input embedding may lack, and token ids.
+type TokenIds = (Option<String>, Vec<u32>);
 
 /// A set of modules, in PEFT's notation.
 #[derive(Debug)]
@@ -124,6 +131,8 @@ const LAYERS_TO_TRANSFORM: &str = "layers_to_transform";
 const LAYERS_PATTERN: &str = "layers_pattern";
 const TIES: &str = "ensure_weight_tying";
 const INVOCATION: &str = "alora_invocation_tokens";
+const TOKEN_IDS: &str = "trainable_token_indices";
+const SAVED: &str = "modules_to_save";
 /// The work of looking for a path among keys of one form.
 const LOOKUP: usize = 256;
 /// A field of MLX-LM's `adapter_config.json`.
@@ -165,6 +174,8 @@ impl Config {
                 .transpose()?,
             ties: field(TIES) == Some(&Value::Bool(true)),
             invocation: field(INVOCATION).map_or(Ok(None), invocation)?,
+            token_ids: field(TOKEN_IDS).map_or(Ok(Vec::new()), token_ids)?,
+            saved: field(SAVED).map_or(Ok(Vec::new()), saved)?,
             swaps_features: version.and_then(swaps_features),
         };
         if matches!(config.target_modules, Some(Targets::Pattern(_) | Targets::AllLinear)) {
@@ -191,6 +202,23 @@ impl Config {
             |path: &str, kind| kind == ModuleKind::Embedding || is_parameter(path) || names::is_of_mixture(path);
         let other = factors.find(|(path, kind, _)| is_other(path, *kind));
         other.map_or(Ok(()), |(.., tensor)| Err(AdapterError::NotInvocable { tensor: tensor.clone() }))
+    }
+
+    /// The ids of the rows of the module at this path, and where they are in the field; `None` if it has none there.
+    pub(super) fn token_ids_of(&self, path: &str) -> Option<(usize, &[u32])> {
+        let is_of = |module: &Option<String>| match module {
+            Some(module) => ends_in(path, module),
+            None => names::is_embedding(path),
+        };
+        let mut places = self.token_ids.iter().enumerate().filter(|(_, (module, _))| is_of(module));
+        let (place, (_, ids)) = places.next()?;
+        // PEFT has the rows of one of both.
+        places.next().is_none().then_some((place, ids))
+    }
+
+    /// Where `modules_to_save` names the module at this path.
+    pub(super) fn place_saved(&self, path: &str) -> Option<usize> {
+        self.saved.iter().position(|name| ends_in(path, name))
     }
 
     /// Rejects factors of the head or of the embedding alone if PEFT ties them, and factors of a tied head that are not
@@ -482,7 +510,7 @@ fn have_ending(names: &HashSet<String>, path: &str) -> bool {
     endings(path).any(|ending| names.contains(ending))
 }
 
-fn ends_in(path: &str, ending: &str) -> bool {
+pub(super) fn ends_in(path: &str, ending: &str) -> bool {
     path.strip_suffix(ending).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
@@ -605,6 +633,8 @@ fn is_read(field: &str) -> bool {
             | "r"
             | "use_rslora"
             | INVOCATION
+            | TOKEN_IDS
+            | SAVED
             | ALPHA_PATTERN
             | RANK_PATTERN
             | TARGET_MODULES
@@ -689,8 +719,7 @@ fn unsupported(field: &str, value: &Value) -> AdapterError {
         "peft_type" => "only LORA is",
         "lora_bias" => "biases cannot be adapted",
         "use_dora" => "DoRA rescales the base weights",
-        "modules_to_save" => "whole modules cannot be replaced",
-        "trainable_token_indices" => "rows of the embedding cannot be replaced",
+        SAVED => "of whole modules, only the embedding and the head can be replaced",
         "init_lora_weights" if changes_base_weights(value) => "this initialisation changes the base weights",
         "init_lora_weights" => "PEFT does not know this initialisation",
         TIES => "it ties the head and the embedding, of which only one has factors",
@@ -731,6 +760,32 @@ fn invocation(value: &Value) -> Result<Option<Invocation>, AdapterError> {
     }
     let tokens = Vec::<u32>::deserialize(value).map_err(|_| invalid(INVOCATION, value, "a list of token ids"))?;
     Ok(Invocation::new(tokens))
+}
+
+/// `trainable_token_indices`: a list, or a list of each module.
+fn token_ids(value: &Value) -> Result<Vec<TokenIds>, AdapterError> {
+    let ids = |value: &Value| {
+        let want = "token ids, none of them twice, or lists of them by module";
+        let ids = Vec::<u32>::deserialize(value).map_err(|_| invalid(TOKEN_IDS, value, want))?;
+        let are_distinct = ids.iter().collect::<HashSet<_>>().len() == ids.len();
+        if are_distinct { Ok(ids) } else { Err(invalid(TOKEN_IDS, value, want)) }
+    };
+    match value {
+        Value::Null => Ok(Vec::new()),
+        Value::Object(modules) => {
+            modules.iter().map(|(module, value)| Ok((Some(module.clone()), ids(value)?))).collect()
+        }
+        _ => Ok(vec![(None, ids(value)?)]),
+    }
+}
+
+/// `modules_to_save`: the embedding and the head.
+fn saved(value: &Value) -> Result<Vec<String>, AdapterError> {
+    if is_neutral(value) {
+        return Ok(Vec::new());
+    }
+    let names = list(SAVED, value)?;
+    if names.iter().all(|name| names::is_embedding_or_head(name)) { Ok(names) } else { Err(unsupported(SAVED, value)) }
 }
 
 fn list(field: &str, value: &Value) -> Result<Vec<String>, AdapterError> {

@@ -339,6 +339,29 @@ pub enum AdapterError {
         /// The factor A.
         tensor: TensorName,
     },
+    /// `trainable_token_indices` names a module without rows, or none for rows, or PEFT would do something else.
+    #[error("{tensor} has rows that cannot be used: {reason}")]
+    Rows {
+        /// The rows.
+        tensor: TensorName,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// `trainable_token_indices` has ids of a module of which there are no rows.
+    #[error("`trainable_token_indices` in adapter_config.json has {ids} ids of `{module}`, which has no rows",
+        module = Escaped(module))]
+    NoRows {
+        /// The module in the field, or `embed_tokens` for a list.
+        module: String,
+        /// Its ids.
+        ids: usize,
+    },
+    /// `modules_to_save` has a module of which there is no weight.
+    #[error("`modules_to_save` in adapter_config.json has `{module}`, which has no weight", module = Escaped(module))]
+    NoWeight {
+        /// The module in the field.
+        module: String,
+    },
     /// The scaling of a module is not a normal `f32`.
     #[error(
         "adapter_config.json: alpha {alpha} of `{module}` at rank {rank} gives a scaling that is not a normal f32",
@@ -352,7 +375,7 @@ pub enum AdapterError {
         /// Its rank.
         rank: usize,
     },
-    /// The adapter has no factors.
+    /// The adapter has neither factors nor trained rows.
     #[error("the adapter has no factors")]
     Empty,
 
@@ -418,6 +441,16 @@ pub enum AdapterError {
     Invocation {
         /// The tokens from which on it applies.
         tokens: Vec<u32>,
+    },
+    /// A trained row is of no token of the model.
+    #[error("{tensor} has a row of token {id}, but the model has {vocab} tokens")]
+    NoToken {
+        /// The rows.
+        tensor: TensorName,
+        /// The id.
+        id: u32,
+        /// The model's rows.
+        vocab: usize,
     },
     /// The shape of a factor does not match the model.
     #[error("{tensor} is [{rows}, {cols}], but the model needs [{want_rows}, {want_cols}]",

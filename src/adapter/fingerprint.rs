@@ -14,11 +14,12 @@ impl Adapter {
     /// A number that depends on the configuration, and on the names, the shapes and all bytes of the factors, which it
     /// reads on rayon's threads. It does not depend on how the factors are stored in files, nor on the rank.
     pub(crate) fn fingerprint(&self) -> Result<u64, AdapterError> {
-        let modules = self.modules.iter().map(|module| (&module.path, [&module.a.tensor, &module.b.tensor]));
-        let stacks = self.stacks.iter().chain(&self.empty).map(|stack| (&stack.path, [&stack.a.1, &stack.b.1]));
+        let modules = self.modules.iter().map(|module| (&module.path, vec![&module.a.tensor, &module.b.tensor]));
+        let stacks = self.stacks.iter().chain(&self.empty).map(|stack| (&stack.path, vec![&stack.a.1, &stack.b.1]));
+        let rows = self.rows.iter().map(|rows| (&rows.path, vec![&rows.rows.tensor]));
         let mut parts: Vec<(&Tensor, Range<usize>)> = Vec::new();
-        let described = modules.chain(stacks).map(|(path, factors)| {
-            for tensor in factors {
+        let described = modules.chain(stacks).chain(rows).map(|(path, factors)| {
+            for &tensor in &factors {
                 let bytes = tensor.shape().iter().product::<usize>() * tensor.dtype().bytes();
                 let starts = (0..bytes).step_by(PART_BYTES);
                 parts.extend(starts.map(|start| (tensor, start..bytes.min(start + PART_BYTES))));

@@ -16,14 +16,14 @@ use rayon::prelude::*;
 use super::rectangle::FactorOnDevice;
 use super::{
     error::AdapterError,
-    layout::{B, EmbeddingA, K_TILE, LinearA},
+    layout::{self, B, EmbeddingA, K_TILE, LinearA, RowIds},
     nested::{Writing, is_nested},
     rectangle::{Part, Rectangle},
 };
 use crate::{
     DType, Element,
     error::LoadError,
-    model::{MAX_RANK, Model},
+    model::{MAX_RANK, Model, RowsPart},
     sizes::{product, sum},
 };
 
@@ -38,6 +38,9 @@ pub struct SlotImage<'a> {
     model: Model,
     entries: Vec<ImageEntry>,
     shared: Vec<SharedEntry>,
+    rows: Vec<RowsEntry>,
+    /// On this rank or another.
+    has_trained_rows: bool,
     /// The factors, in order.
     parts: Vec<Rectangle<'a>>,
     elems: usize,
@@ -77,6 +80,20 @@ pub struct SharedEntry {
     pub rank: usize,
 }
 
+/// The place of trained rows in an image.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct RowsEntry {
+    /// Descriptor-table entry: [`RowsSite::first_entry`](crate::model::RowsSite::first_entry), or the one behind it.
+    pub entry: usize,
+    /// Offset of the [ids](super::layout::RowIds) in the block, in elements.
+    pub ids_elems: usize,
+    /// Offset of the [rows](super::layout::Rows) in the block, in elements.
+    pub rows_elems: usize,
+    /// The number of rows, at least 1.
+    pub count: usize,
+}
+
 impl<'a> SlotImage<'a> {
     /// An image without modules of the adapter with this number.
     pub(super) fn new(adapter: u64, dtype: DType, model: &Model) -> Self {
@@ -86,6 +103,8 @@ impl<'a> SlotImage<'a> {
             model: model.clone(),
             entries: Vec::new(),
             shared: Vec::new(),
+            rows: Vec::new(),
+            has_trained_rows: false,
             parts: Vec::new(),
             elems: 0,
         }
@@ -111,6 +130,21 @@ impl<'a> SlotImage<'a> {
         self.shared.push(SharedEntry { entry, a_elems, b_elems, rank });
     }
 
+    /// Takes note that the adapter has trained rows, which may be those of other ranks.
+    pub(super) fn set_trained_rows(&mut self) {
+        self.has_trained_rows = true;
+    }
+
+    /// Whether the adapter has trained rows, on this rank or another.
+    pub(crate) fn has_trained_rows(&self) -> bool {
+        self.has_trained_rows
+    }
+
+    /// Adds trained rows of a module, which are at these offsets.
+    pub(super) fn push_rows(&mut self, entry: RowsEntry) {
+        self.rows.push(entry);
+    }
+
     /// A number of the adapter, which no other one has.
     pub(crate) fn adapter(&self) -> u64 {
         self.adapter
@@ -121,7 +155,7 @@ impl<'a> SlotImage<'a> {
     }
 
     /// The largest size of an image in bytes, of adapters of ranks up to `max_rank` that have factors for all modules
-    /// of this rank's model. `usize::MAX` if it is larger.
+    /// of this rank's model, and as many trained rows. `usize::MAX` if it is larger.
     pub fn max_bytes(model: &Model, dtype: DType, max_rank: usize) -> usize {
         let max_rank = max_rank.min(MAX_RANK);
         let factors = |a_rank, in_features, out_features| {
@@ -142,7 +176,14 @@ impl<'a> SlotImage<'a> {
                 slices.map(move |slice| product(&[site.held().len(), of_slice(slice.output.len)]))
             })
         });
-        product(&[sum(linear.chain(embeddings).chain(experts)), dtype.bytes()])
+        let rows = model.trained_rows().iter().flat_map(|site| {
+            let elems = |part: &RowsPart| {
+                let count = max_rank.min(part.range.len());
+                RowIds { count }.elems() + layout::Rows { count, hidden: site.hidden() }.elems()
+            };
+            [&site.embedding, &site.head].map(elems)
+        });
+        product(&[sum(linear.chain(embeddings).chain(experts).chain(rows)), dtype.bytes()])
     }
 
     /// Element type of the block.
@@ -164,6 +205,11 @@ impl<'a> SlotImage<'a> {
     /// those of [`entries`](Self::entries).
     pub fn shared(&self) -> &[SharedEntry] {
         &self.shared
+    }
+
+    /// The trained rows, each with a distinct entry.
+    pub fn rows(&self) -> &[RowsEntry] {
+        &self.rows
     }
 
     /// The largest rank of all modules.

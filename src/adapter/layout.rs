@@ -102,6 +102,49 @@ impl B {
     }
 }
 
+/// Trained rows: `[count, hidden]`, row-major.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Rows {
+    /// The number of rows.
+    pub count: usize,
+    /// Features of a row.
+    pub hidden: usize,
+}
+
+impl Rows {
+    /// Size in elements, including padding; `usize::MAX` if it is larger.
+    pub const fn elems(self) -> usize {
+        product(&[self.count, round_up(self.hidden, TILE_FEATURES)])
+    }
+
+    /// Offset of an element, which the rows have. That of any other has no meaning, and may overflow.
+    pub const fn at(self, row: usize, feature: usize) -> usize {
+        row * self.hidden.next_multiple_of(TILE_FEATURES) + feature
+    }
+}
+
+/// The ids of trained rows, ascending, relative to the rank's first row: an `i32` in the place of two elements each.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct RowIds {
+    /// The number of rows.
+    pub count: usize,
+}
+
+impl RowIds {
+    /// Ids in the place of a tile of elements.
+    pub(super) const TILE: usize = TILE_FEATURES / 2;
+
+    /// Size in elements, including padding; `usize::MAX` if it is larger.
+    pub const fn elems(self) -> usize {
+        product(&[2, round_up(self.count, Self::TILE)])
+    }
+
+    /// Offset of the `i32` of a row, in elements.
+    pub const fn at(self, row: usize) -> usize {
+        2 * row
+    }
+}
+
 /// Elements of 64 features, for all ranks. In every factor, 256 features precede the next 256.
 pub(super) const fn stripe_elems(rank: usize) -> usize {
     product(&[round_up(rank, TILE_RANKS), TILE_FEATURES])

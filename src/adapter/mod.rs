@@ -35,9 +35,11 @@
 //! | `init_lora_weights` | Rejected if PEFT changes the base weights when it loads such an adapter: PiSSA, CorDA, OLoRA and LoftQ, unless PEFT converted the adapter when it saved it. |
 //! | `ensure_weight_tying` | The embedding and the head must both have factors, or neither. Those of the head must be those of the embedding, with A and B exchanged, unless `target_modules` lists the head: PEFT removes a head that is tied. |
 //! | `alora_invocation_tokens` | The adapter applies from the last occurrence of these tokens in a prompt on ([`Invocation`]). It is rejected until the engine has taken them ([`Adapter::take_invocation`], [`Source::take_invocation`](crate::pool::Source::take_invocation)). Factors of embeddings and of mixtures of experts, which PEFT does not compute then, are rejected. |
+//! | `trainable_token_indices` | The rows replace those of the embedding, and of a head that the model ties to it, for a model whose engine applies them ([`ModelSpec::trained_rows`](crate::model::ModelSpec::trained_rows)). Of a map of lists, the head of an untied model has its own; the head of a tied one has them if its ids are others. Rejected: rows without ids, ids without rows or twice, ids beyond the vocabulary, rows of any other module or of one that has factors, in a combination, and with an invocation. |
+//! | `modules_to_save` | The weights of the embedding and of the head are rows, too: all of them. As in PEFT, a tied head keeps the base's weight unless it is named, or `ensure_weight_tying` is set. Weights that the list does not name are copies of the base's (below). Any other module is rejected. |
 //! | `bias` | Ignored. An adapter with a bias has a tensor of it, which is rejected. |
 //! | fields of trainers | What describes the training alone is ignored: `swift_type`, `lora_dtype`, `lorap_*` of ms-swift, `loraplus_*`, `merge_weights`, versions of programs. |
-//! | `modules_to_save`, `lora_bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
+//! | `lora_bias`, `use_dora` and others | Rejected if they enable anything. So is an unknown field, unless it is null, false or empty. |
 //!
 //! Deliberate differences from PEFT:
 //!
@@ -111,9 +113,9 @@ pub use self::{
     error::{AdapterError, TensorName},
     experts::Orientation,
     files::Opener,
-    image::{ImageEntry, MIN_STAGING_BYTES, Piece, SharedEntry, SlotImage},
+    image::{ImageEntry, MIN_STAGING_BYTES, Piece, RowsEntry, SharedEntry, SlotImage},
     invocation::Invocation,
-    module::{BaseWeight, Module, ModuleKind, Stack},
+    module::{BaseWeight, Module, ModuleKind, Stack, TrainedRows},
     open::Adapter,
     place::MAX_PARTS,
     tensor::Tensor,

@@ -25,6 +25,52 @@ impl BaseWeight {
     }
 }
 
+/// Rows of an embedding or head that an adapter has in the place of the base model's: some of them
+/// (`trainable_token_indices`), or all (`modules_to_save`).
+#[derive(Debug)]
+pub struct TrainedRows {
+    pub(super) path: String,
+    /// Ascending.
+    pub(super) ids: Vec<u32>,
+    /// The row of each id in `rows`.
+    pub(super) places: Vec<usize>,
+    pub(super) rows: Factor,
+    /// Whether they are the whole matrix.
+    pub(super) is_whole: bool,
+    /// Whether a head that is tied to the embedding has them, too.
+    pub(super) is_tied: bool,
+    /// Whether the configuration says the same ids of the head, which has no rows.
+    pub(super) needs_tied: bool,
+}
+
+impl TrainedRows {
+    /// Path of the embedding or head as the adapter spells it, such as `model.embed_tokens`.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The token ids, ascending.
+    pub fn ids(&self) -> &[u32] {
+        &self.ids
+    }
+
+    /// Whether a head that the model ties to the embedding has the embedding's rows, too, if it has none of its own.
+    pub fn is_tied(&self) -> bool {
+        self.is_tied
+    }
+
+    /// Features of a row.
+    pub fn hidden(&self) -> usize {
+        self.rows.cols
+    }
+
+    /// The rows of [`ids`](Self::ids) as `f32`.
+    pub fn rows(&self) -> impl Iterator<Item = Vec<f32>> {
+        let (values, hidden) = (self.rows.tensor.to_f32(), self.rows.cols);
+        self.places.iter().map(move |&row| values[row * hidden..][..hidden].to_vec())
+    }
+}
+
 /// One adapted module.
 #[derive(Debug)]
 pub struct Module {

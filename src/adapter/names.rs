@@ -32,6 +32,8 @@ pub(super) enum Named {
     /// The weight of the embedding or head at this path, which PEFT saves with every adapter of either, and with others
     /// if it is told to.
     BaseWeight(String),
+    /// Trained rows of the module at this path, and the adapter's name, in state dicts that include it.
+    Rows(String, Option<String>),
 }
 
 /// Parses a key.
@@ -44,6 +46,12 @@ pub(super) fn parse(name: &TensorName) -> Result<Named, AdapterError> {
         && let [.., "embed_tokens" | "lm_head"] = path
     {
         return Ok(Named::BaseWeight(unwrapped(path).join(".")));
+    }
+    if let [path @ .., "token_adapter", "trainable_tokens_delta"]
+    | [path @ .., "token_adapter", "trainable_tokens_delta", _] = &components[..]
+    {
+        let adapter = components.get(path.len() + 2).map(|&adapter| adapter.to_owned());
+        return Ok(Named::Rows(unwrapped(path).join("."), adapter));
     }
     if let Some(what) = unsupported(&components) {
         return Err(AdapterError::UnsupportedTensor { tensor: name.clone(), what });
@@ -81,10 +89,10 @@ fn unsupported(components: &[&str]) -> Option<&'static str> {
         return Some("part of an AdaLoRA adapter");
     }
     if has(&["modules_to_save", "original_module"]) {
-        return Some("a copy of a whole module (modules_to_save)");
+        return Some("a copy of a whole module (modules_to_save) under a name that PEFT does not save");
     }
     if has(&["token_adapter", "trainable_tokens_delta", "trainable_tokens_original"]) {
-        return Some("part of an adapter of single tokens (trainable_token_indices)");
+        return Some("part of an adapter of single tokens (trainable_token_indices) that PEFT does not save");
     }
     match components {
         [.., "input_embeddings" | "output_embeddings"] => Some("embeddings of added tokens"),
@@ -137,6 +145,11 @@ const ALIASES: [(&str, &str); 9] = [
 pub(super) fn is_embedding_or_head(path: &str) -> bool {
     let name = path.rsplit('.').next().unwrap_or(path);
     ALIASES.iter().any(|(alias, usual)| [*alias, *usual].contains(&name))
+}
+
+/// Whether a path is that of an embedding.
+pub(super) fn is_embedding(path: &str) -> bool {
+    is_embedding_or_head(path) && !is_head(path)
 }
 
 /// Whether a path is that of a head.

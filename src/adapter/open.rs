@@ -12,7 +12,7 @@ use super::{
     experts::Orientation,
     files::{self, Access, Files, Opened, Opener},
     invocation::Invocation,
-    module::{BaseWeight, Module, ModuleKind, Stack},
+    module::{BaseWeight, Module, ModuleKind, Stack, TrainedRows},
     names::{self, Named, Side},
     pattern::Work,
     tensor::{Factor, Storage, Tensor},
@@ -32,6 +32,7 @@ pub struct Adapter {
     /// tell whether the module is missing.
     pub(super) empty: Vec<Stack>,
     pub(super) base_weights: Vec<BaseWeight>,
+    pub(super) rows: Vec<TrainedRows>,
     pub(super) orientation: Option<Orientation>,
 }
 
@@ -195,6 +196,13 @@ impl Adapter {
         &self.stacks
     }
 
+    /// The trained rows of the embedding and of the head.
+    #[doc(alias = "trainable_token_indices")]
+    #[doc(alias = "modules_to_save")]
+    pub fn trained_rows(&self) -> &[TrainedRows] {
+        &self.rows
+    }
+
     /// The largest rank of all modules. It does not include stacks; see
     /// [`SlotImage::max_rank`](super::SlotImage::max_rank).
     #[doc(alias = "max_lora_rank")]
@@ -205,16 +213,30 @@ impl Adapter {
     fn assemble(mut config: Config, tensors: impl IntoIterator<Item = files::Stored>) -> Result<Self, AdapterError> {
         let mut pairs: BTreeMap<String, Pair> = BTreeMap::new();
         let mut base_weights = Vec::new();
+        let (mut rows, mut whole): (BTreeMap<String, Factor>, BTreeMap<String, Factor>) = Default::default();
         let mut first: Option<(TensorName, Option<String>)> = None;
+        let mut expect_one = |name: &TensorName, adapter: &Option<String>| {
+            let (other, of_other) = first.get_or_insert_with(|| (name.clone(), adapter.clone()));
+            let (tensor, other) = (name.clone(), other.clone());
+            if of_other == adapter { Ok(()) } else { Err(AdapterError::Adapters { tensor, other }) }
+        };
         for (name, tensor) in tensors {
             match names::parse(&name)? {
                 Named::Factor(key) => {
-                    let (other, adapter) = first.get_or_insert_with(|| (name.clone(), key.adapter.clone()));
-                    if *adapter != key.adapter {
-                        return Err(AdapterError::Adapters { tensor: name, other: other.clone() });
-                    }
+                    expect_one(&name, &key.adapter)?;
                     let half = Half { name, tensor: tensor?, kind: key.kind };
                     pairs.entry(key.module).or_default().insert(key.side, half)?;
+                }
+                Named::Rows(path, adapter) => {
+                    expect_one(&name, &adapter)?;
+                    if let Some(same) = rows.insert(path, Factor::new(name.clone(), tensor?)?) {
+                        return Err(AdapterError::Duplicate { tensor: name, other: same.name });
+                    }
+                }
+                Named::BaseWeight(path) if config.place_saved(&path).is_some() => {
+                    if let Some(same) = whole.insert(path, Factor::new(name.clone(), tensor?)?) {
+                        return Err(AdapterError::Duplicate { tensor: name, other: same.name });
+                    }
                 }
                 Named::BaseWeight(path) => base_weights.push(BaseWeight { path, name, tensor: tensor? }),
             }
@@ -232,13 +254,63 @@ impl Adapter {
         }
         let of_modules = modules.iter().map(|module| (module.path(), module.kind, &module.a.name));
         let of_stacks = stacks.iter().chain(&empty).map(|stack| (&*stack.path, ModuleKind::Linear, &stack.a.0));
-        config.check_invoked(of_modules.chain(of_stacks))?;
+        let of_rows = rows.iter().chain(&whole).map(|(path, rows)| (&**path, ModuleKind::Embedding, &rows.name));
+        config.check_invoked(of_modules.chain(of_stacks).chain(of_rows))?;
         config.check_tied(&modules, &work)?;
-        if modules.is_empty() && stacks.is_empty() {
+        if modules.is_empty() && stacks.is_empty() && rows.is_empty() && whole.is_empty() {
             return Err(AdapterError::Empty);
         }
-        Ok(Self { id: unique(), config, modules, stacks, empty, base_weights, orientation: None })
+        let mut rows = trained_rows(rows, &config)?;
+        rows.append(&mut whole_modules(whole, &config)?);
+        Ok(Self { id: unique(), config, modules, stacks, empty, base_weights, rows, orientation: None })
     }
+}
+
+/// Rows with the ids that the configuration has for them.
+fn trained_rows(rows: BTreeMap<String, Factor>, config: &Config) -> Result<Vec<TrainedRows>, AdapterError> {
+    let mut places = Vec::new();
+    let with_ids = rows.into_iter().map(|(path, rows)| {
+        let rejected = |rows: Factor, reason| Err(AdapterError::Rows { tensor: rows.name, reason });
+        let Some((place, ids)) = config.token_ids_of(&path) else {
+            return rejected(rows, "`trainable_token_indices` does not have their module, or has it twice");
+        };
+        if ids.len() != rows.rows {
+            return rejected(rows, "`trainable_token_indices` has another number of ids");
+        }
+        places.push(place);
+        let mut sorted: Vec<_> = ids.iter().copied().zip(0..).collect();
+        sorted.sort_unstable();
+        let (ids, places) = sorted.into_iter().unzip();
+        Ok(TrainedRows { path, ids, places, rows, is_whole: false, is_tied: true, needs_tied: false })
+    });
+    let mut rows = with_ids.collect::<Result<Vec<_>, _>>()?;
+    let is_without = |(place, (_, ids)): &(usize, &(_, Vec<u32>))| !ids.is_empty() && !places.contains(place);
+    for (_, (module, ids)) in config.token_ids.iter().enumerate().filter(is_without) {
+        // PEFT saves the rows of a tied head with those of the embedding.
+        let module = module.as_deref().unwrap_or("embed_tokens");
+        let are_same = |rows: &&mut TrainedRows| {
+            names::is_embedding(&rows.path) && config.token_ids_of(&rows.path).is_some_and(|(_, same)| same == ids)
+        };
+        match rows.iter_mut().find(are_same).filter(|_| names::is_head(module)) {
+            Some(rows) => rows.needs_tied = true,
+            None => return Err(AdapterError::NoRows { module: module.to_owned(), ids: ids.len() }),
+        }
+    }
+    Ok(rows)
+}
+
+/// The matrices of the modules that the configuration names.
+fn whole_modules(whole: BTreeMap<String, Factor>, config: &Config) -> Result<Vec<TrainedRows>, AdapterError> {
+    let places: Vec<_> = whole.keys().filter_map(|path| config.place_saved(path)).collect();
+    if let Some((_, module)) = config.saved.iter().enumerate().find(|(place, _)| !places.contains(place)) {
+        return Err(AdapterError::NoWeight { module: module.clone() });
+    }
+    let rows = whole.into_iter().map(|(path, rows)| {
+        let ids = (0..).take(rows.rows).collect();
+        let places = (0..rows.rows).collect();
+        TrainedRows { path, ids, places, rows, is_whole: true, is_tied: config.ties, needs_tied: false }
+    });
+    Ok(rows.collect())
 }
 
 /// The factors of a module, while tensors are being collected.

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, btree_map::Entry};
 use super::{
     error::AdapterError,
     experts::{Joined, Layer, OfExperts, Source},
-    image::{ImageEntry, SlotImage},
+    image::{ImageEntry, RowsEntry, SlotImage},
     joined::{Factors, Pair},
-    module::{BaseWeight, Module, ModuleKind, Stack},
+    module::{BaseWeight, Module, ModuleKind, Stack, TrainedRows},
     names::{self, InExperts},
     open::Adapter,
     pattern::Work,
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     DType, digest,
-    model::{EmbeddingSite, ExpertsId, LinearSite, Model, Rows, SliceSite, Target},
+    model::{EmbeddingSite, ExpertsId, LinearSite, Model, Rows, RowsPart, RowsSite, SliceSite, Target},
 };
 
 /// The most adapters of a combination.
@@ -30,8 +30,9 @@ impl Adapter {
     ///
     /// # Errors
     /// [`AdapterError`] if a module has no place in the model or the same place as another, a factor has the wrong
-    /// shape, stacked experts are ambiguous, [base weights](Self::base_weights) have not been compared, or the
-    /// [invocation](Self::take_invocation) has not been taken.
+    /// shape, stacked experts are ambiguous, [base weights](Self::base_weights) have not been compared, the
+    /// [invocation](Self::take_invocation) has not been taken, or the engine does not apply the adapter's
+    /// [trained rows](crate::model::ModelSpec::trained_rows).
     pub fn plan(&self, model: &Model, dtype: DType) -> Result<SlotImage<'_>, AdapterError> {
         SlotImage::combined(&[(self, 1.0)], model, dtype)
     }
@@ -64,6 +65,8 @@ impl<'a> SlotImage<'a> {
     /// - [`AdapterError::Parts`] without a part, or for too many.
     /// - [`AdapterError::PartScale`] if a scale is not finite, and [`AdapterError::CombinedScaling`] if its product
     ///   with a scaling is not a normal `f32`.
+    /// - [`AdapterError::Rows`] if a part has trained rows, unless it is the only one, with a scale of 1: no sum of rows
+    ///   is what the parts have.
     /// - [`AdapterError::CombinedRank`] if the ranks of a module are together above
     ///   [`MAX_RANK`](crate::model::MAX_RANK).
     #[doc(alias = "add_weighted_adapter")]
@@ -82,8 +85,13 @@ impl<'a> SlotImage<'a> {
         if let Some((part, &(_, scale))) = parts.iter().enumerate().find(|(_, (_, scale))| !scale.is_finite()) {
             return Err(AdapterError::PartScale { part, scale });
         }
+        let are_one = matches!(parts, [(_, 1.0)]);
+        if let Some(rows) = parts.iter().find_map(|(part, _)| part.rows.first()).filter(|_| !are_one) {
+            return Err(rows.rejected("a combination of adapters cannot have any"));
+        }
         let mut modules: BTreeMap<usize, (Site<'_>, Pair<'a>)> = BTreeMap::new();
         let mut layers: BTreeMap<ExpertsId, Joined<'a, '_>> = BTreeMap::new();
+        let mut all_rows = Vec::new();
         for &(adapter, scale) in parts {
             let placed = adapter.placed(model)?;
             for (entry, (site, factors)) in placed.modules {
@@ -93,6 +101,7 @@ impl<'a> SlotImage<'a> {
                     Entry::Occupied(mut pair) => pair.get_mut().1.join(factors)?,
                 }
             }
+            all_rows.extend(placed.rows);
             for (id, factors) in placed.layers {
                 let layer = layers.entry(id).or_insert_with(|| Joined::new(&model[id]));
                 factors.into_iter().try_for_each(|(at, factors)| layer.join(at, factors.scaled(scale)?))?;
@@ -121,6 +130,10 @@ impl<'a> SlotImage<'a> {
             last = Some((pair, a_elems));
         }
         layers.into_values().try_for_each(|layer| layer.place(&mut image))?;
+        for (rows, parts) in all_rows {
+            image.set_trained_rows();
+            rows.place(&parts, &mut image);
+        }
         Ok(image)
     }
 }
@@ -147,6 +160,8 @@ struct Placed<'a, 'm> {
     /// By entry.
     modules: BTreeMap<usize, (Site<'m>, Factors<'a>)>,
     layers: Vec<(ExpertsId, OfExperts<'a>)>,
+    /// The modules that have them.
+    rows: Vec<(&'a TrainedRows, Vec<&'m RowsPart>)>,
 }
 
 impl Adapter {
@@ -183,7 +198,99 @@ impl Adapter {
             }
         }
         let layers = layers.into_iter().map(|(id, layer)| Ok((id, layer.finish(self.orientation)?)));
-        Ok(Placed { modules, layers: layers.collect::<Result<_, AdapterError>>()? })
+        let rows = self.placed_rows(model, |entry| modules.contains_key(&entry))?;
+        Ok(Placed { modules, layers: layers.collect::<Result<_, AdapterError>>()?, rows })
+    }
+
+    /// The places of trained rows. `has_factors` says whether the module of an entry has factors, too.
+    fn placed_rows<'m>(
+        &self,
+        model: &'m Model,
+        has_factors: impl Fn(usize) -> bool,
+    ) -> Result<Vec<(&TrainedRows, Vec<&'m RowsPart>)>, AdapterError> {
+        let mut placed: Vec<(&TrainedRows, Vec<&RowsPart>)> = Vec::new();
+        for rows in &self.rows {
+            let target = locate(model, &rows.path)?.0;
+            let parts_of = |site: &'m RowsSite| match target {
+                Place::Module(Target::Embedding(id)) if id == site.embedding() => Some((site, &site.embedding)),
+                Place::Module(Target::Slice(id, _)) if id == site.head() => Some((site, &site.head)),
+                _ => None,
+            };
+            let Some((site, part)) = model.trained_rows().iter().find_map(parts_of) else {
+                return Err(rows.rejected("the engine does not apply trained rows of their module (`trained_rows`)"));
+            };
+            rows.rows.expect_shape(if rows.is_whole { part.whole } else { rows.ids.len() }, site.hidden())?;
+            if let Some(&id) = rows.ids.last().filter(|&&id| id as usize >= part.whole) {
+                let (tensor, vocab) = (rows.rows.name.clone(), part.whole);
+                return Err(AdapterError::NoToken { tensor, id, vocab });
+            }
+            let of_head = self.rows.iter().find(|rows| names::is_head(&rows.path));
+            if rows.needs_tied && !site.is_tied() {
+                return Err(rows.rejected("the head has the same ids and no rows, but the model's is not tied"));
+            }
+            let is_of_both = rows.is_tied && site.is_tied() && std::ptr::eq(part, &site.embedding);
+            let parts = match of_head.filter(|_| is_of_both) {
+                Some(head) if head.ids == rows.ids || self.config.ties => {
+                    return Err(head.rejected("the model ties its head, whose rows are those of the embedding"));
+                }
+                None if is_of_both => vec![part, &site.head],
+                _ => vec![part],
+            };
+            if parts.iter().any(|part| has_factors(part.module_entry)) {
+                return Err(rows.rejected("their module has factors, too"));
+            }
+            let is_of = |other: &&RowsPart| parts.iter().any(|part| part.entry == other.entry);
+            if let Some((other, _)) = placed.iter().find(|(_, others)| others.iter().any(is_of)) {
+                let (module, other) = (rows.path.clone(), other.path.clone());
+                return Err(AdapterError::Overlap { module, other });
+            }
+            placed.push((rows, parts));
+        }
+        Ok(placed)
+    }
+}
+
+impl TrainedRows {
+    /// Path of the model's embedding or head that the rows are of, and of a tied head that has them, too.
+    ///
+    /// # Errors
+    /// As for [`Module::path_in`].
+    pub fn path_in(&self, model: &Model) -> Result<String, AdapterError> {
+        locate(model, &self.path).map(|(_, path)| path)
+    }
+
+    fn rejected(&self, reason: &'static str) -> AdapterError {
+        AdapterError::Rows { tensor: self.rows.name.clone(), reason }
+    }
+
+    /// Adds the rows of this rank to an image, once for modules that have the same ones.
+    fn place<'a>(&'a self, parts: &[&RowsPart], image: &mut SlotImage<'a>) {
+        let mut placed: Option<(&RowsPart, RowsEntry)> = None;
+        for &part in parts {
+            // Vocabularies are at most `i32::MAX`.
+            let [first, end] = [part.range.start, part.range.end].map(|row| u32::try_from(row).unwrap_or(u32::MAX));
+            let of_rank = self.ids.partition_point(|&id| id < first)..self.ids.partition_point(|&id| id < end);
+            if of_rank.is_empty() {
+                continue;
+            }
+            let entry = match placed.filter(|(other, _)| other.range == part.range) {
+                Some((_, same)) => RowsEntry { entry: part.entry, ..same },
+                None => {
+                    let view = self.rows.view();
+                    // Rows that follow each other in the tensor, too, are one view.
+                    let runs = self.places[of_rank.clone()].chunk_by(|row, next| row + 1 == *next);
+                    let views = runs.map(|run| view.rows(run[0]..run[0] + run.len())).collect();
+                    RowsEntry {
+                        entry: part.entry,
+                        ids_elems: image.place(Rectangle::ids(&self.ids[of_rank.clone()], first)),
+                        rows_elems: image.place(Rectangle::rows(views, self.hidden())),
+                        count: of_rank.len(),
+                    }
+                }
+            };
+            image.push_rows(entry);
+            placed = Some((part, entry));
+        }
     }
 }
 

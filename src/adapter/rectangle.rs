@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::{
     error::AdapterError,
     joined::{Pair, multiplied},
-    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, TILE_FEATURES, TILE_RANKS},
+    layout::{self, B, CORE, EmbeddingA, K_TILE, LinearA, RowIds, Rows, TILE_FEATURES, TILE_RANKS},
     nested::is_nested,
     tensor::{Between, Rows as StoredRows, View},
 };
@@ -26,9 +26,19 @@ pub(super) struct Rectangle<'a> {
     views: Vec<View<'a>>,
     /// What the elements of each adapter are multiplied by; none if there is one adapter, whose elements are kept.
     multipliers: Vec<f32>,
+    /// Of trained rows, their features.
     rank: usize,
+    /// Of trained rows, their number.
     features: usize,
-    kind: FactorKind,
+    kind: Kind<'a>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind<'a> {
+    Factor(FactorKind),
+    Rows,
+    /// The ids of trained rows, which are not in a tensor, and the first row of this rank.
+    Ids(&'a [u32], u32),
 }
 
 /// What a factor is, which decides its [layout](super::layout).
@@ -62,12 +72,18 @@ impl<'a> Rectangle<'a> {
     pub(super) fn linear_a(pair: &Pair<'a>, ranks: Range<usize>, features: Range<usize>) -> Self {
         let rank = ranks.len();
         let views = pair.a(ranks).map(|view| view.columns(features.clone())).collect();
-        Self { views, multipliers: pair.multipliers(), rank, features: features.len(), kind: FactorKind::LinearA }
+        Self {
+            views,
+            multipliers: pair.multipliers(),
+            rank,
+            features: features.len(),
+            kind: Kind::Factor(FactorKind::LinearA),
+        }
     }
 
     /// A of an embedding, for these ids.
     pub(super) fn embedding_a(pair: &Pair<'a>, ids: Range<usize>) -> Self {
-        Self { kind: FactorKind::EmbeddingA, ..Self::linear_a(pair, 0..pair.rank(), ids) }
+        Self { kind: Kind::Factor(FactorKind::EmbeddingA), ..Self::linear_a(pair, 0..pair.rank(), ids) }
     }
 
     /// These rows of B, one range after the other, and rows of zeros up to `len`.
@@ -75,7 +91,19 @@ impl<'a> Rectangle<'a> {
         let of_view = |view: View<'a>| ranges.iter().map(move |range| view.rows(range.clone()));
         let views: Vec<_> = pair.b().flat_map(of_view).collect();
         let multipliers = if pair.is_of_one() { Vec::new() } else { vec![1.0; pair.b().count()] };
-        Self { views, multipliers, rank: pair.rank(), features: len, kind: FactorKind::B }
+        Self { views, multipliers, rank: pair.rank(), features: len, kind: Kind::Factor(FactorKind::B) }
+    }
+
+    /// Trained rows with `hidden` features: those of each view, one after the other.
+    pub(super) fn rows(views: Vec<View<'a>>, hidden: usize) -> Self {
+        let features = views.iter().map(|view| view.rows).sum();
+        Self { views, multipliers: Vec::new(), rank: hidden, features, kind: Kind::Rows }
+    }
+
+    /// The ids of trained rows, on a rank whose first row this is.
+    pub(super) fn ids(ids: &'a [u32], first: u32) -> Self {
+        let (views, multipliers) = (Vec::new(), Vec::new());
+        Self { views, multipliers, rank: 1, features: ids.len(), kind: Kind::Ids(ids, first) }
     }
 
     /// The views of each adapter.
@@ -92,9 +120,20 @@ impl<'a> Rectangle<'a> {
     pub(super) fn block_elems(&self) -> usize {
         let Self { rank, features, .. } = *self;
         match self.kind {
-            FactorKind::LinearA => LinearA { rank, in_features: features }.elems(),
-            FactorKind::EmbeddingA => EmbeddingA { vocab: features, rank }.elems(),
-            FactorKind::B => B { out_features: features, rank }.elems(),
+            Kind::Factor(FactorKind::LinearA) => LinearA { rank, in_features: features }.elems(),
+            Kind::Factor(FactorKind::EmbeddingA) => EmbeddingA { vocab: features, rank }.elems(),
+            Kind::Factor(FactorKind::B) => B { out_features: features, rank }.elems(),
+            Kind::Rows => Rows { count: features, hidden: rank }.elems(),
+            Kind::Ids(..) => RowIds { count: features }.elems(),
+        }
+    }
+
+    /// The fewest features that lie together in a block, and their elements.
+    fn unit(&self) -> (usize, usize) {
+        match self.kind {
+            Kind::Factor(_) => (K_TILE, K_TILE / TILE_FEATURES * layout::stripe_elems(self.rank)),
+            Kind::Rows => (1, Rows { count: 1, hidden: self.rank }.elems()),
+            Kind::Ids(..) => (RowIds::TILE, TILE_FEATURES),
         }
     }
 
@@ -105,7 +144,7 @@ impl<'a> Rectangle<'a> {
     pub(super) fn write<T: Element>(factors: Vec<Part<'_, '_>>) -> Result<(), AdapterError> {
         let first = factors.first().map(|&(factor, _)| factor);
         let Some((first, view)) = first.and_then(|factor| Some((factor, factor.views.first()?))) else {
-            factors.into_iter().for_each(|(_, part)| part.fill(0));
+            factors.into_iter().for_each(|(factor, part)| factor.fill::<T>(part));
             return Ok(());
         };
         let is_finite = match view.tensor.dtype() {
@@ -121,6 +160,16 @@ impl<'a> Rectangle<'a> {
         AdapterError::Changing { tensor: self.views[0].name.clone() }
     }
 
+    /// Writes a factor that is in no tensor: ids, or zeros.
+    fn fill<T: Element>(&self, part: &mut [u8]) {
+        part.fill(0);
+        if let Kind::Ids(ids, first) = self.kind {
+            for (id, place) in ids.iter().zip(part.chunks_exact_mut(RowIds { count: 1 }.at(1) * size_of::<T>())) {
+                place[..size_of::<u32>()].copy_from_slice(&(id - first).to_ne_bytes());
+            }
+        }
+    }
+
     fn convert_all<S: Element, T: Element>(mut factors: Vec<Part<'_, '_>>) -> Result<bool, AdapterError> {
         match &mut factors[..] {
             [(factor, part)] => factor.convert::<S, T>(part),
@@ -131,31 +180,32 @@ impl<'a> Rectangle<'a> {
     fn convert<S: Element, T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
         /// Large enough to be worth scheduling, small enough for threads to have as much to do.
         const MIN_TASK_BYTES: usize = 1 << 16;
-        let stripe_bytes = layout::stripe_elems(self.rank) * size_of::<T>();
-        let mut stripes = MIN_TASK_BYTES.div_ceil(stripe_bytes).next_multiple_of(K_TILE / TILE_FEATURES);
+        let (unit, unit_elems) = self.unit();
+        let unit_bytes = unit_elems * size_of::<T>();
+        let mut units = MIN_TASK_BYTES.div_ceil(unit_bytes);
         // Some features of A are a piece of each row. A file, or the memory of a device, is read in few pieces.
         let is_read_at_once = |view: &View<'_>| match self.kind {
-            FactorKind::LinearA | FactorKind::EmbeddingA => view.tensor.is_remote(),
-            FactorKind::B => view.is_read_at_once(),
+            Kind::Factor(FactorKind::LinearA | FactorKind::EmbeddingA) => view.tensor.is_remote(),
+            Kind::Factor(FactorKind::B) | Kind::Rows | Kind::Ids(..) => view.is_read_at_once(),
         };
         if self.views.iter().any(is_read_at_once) {
-            stripes = stripes.max(part.len().div_ceil(stripe_bytes));
+            units = units.max(part.len().div_ceil(unit_bytes));
         }
-        let features = stripes * TILE_FEATURES;
+        let features = units * unit;
         let pack = |(task, part): (usize, &mut [u8])| self.narrowed(task * features, features).pack::<S, T>(part);
         if is_nested() {
-            let mut tasks = part.chunks_mut(stripes * stripe_bytes).enumerate();
+            let mut tasks = part.chunks_mut(units * unit_bytes).enumerate();
             tasks.try_fold(true, |is_finite, task| Ok(pack(task)? && is_finite))
         } else {
-            let tasks = part.par_chunks_mut(stripes * stripe_bytes).enumerate();
+            let tasks = part.par_chunks_mut(units * unit_bytes).enumerate();
             tasks.map(pack).try_reduce(|| true, |a, b| Ok(a && b))
         }
     }
 
-    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile.
+    /// Splits the factor into consecutive parts of at most `max_elems` elements, which must hold one K tile, or row.
     pub(super) fn split(&self, max_elems: usize) -> impl Iterator<Item = Self> {
-        let stripes = max_elems / layout::stripe_elems(self.rank);
-        let len = (stripes * TILE_FEATURES / K_TILE * K_TILE).max(K_TILE);
+        let (unit, elems) = self.unit();
+        let len = (max_elems / elems).max(1) * unit;
         (0..self.features).step_by(len).map(move |start| self.narrowed(start, len))
     }
 
@@ -164,8 +214,8 @@ impl<'a> Rectangle<'a> {
     fn narrowed(&self, start: usize, len: usize) -> Self {
         let end = self.features.min(start + len);
         let narrowed = |view: &View<'a>, range| match self.kind {
-            FactorKind::LinearA | FactorKind::EmbeddingA => view.columns(range),
-            FactorKind::B => view.rows(range),
+            Kind::Factor(FactorKind::LinearA | FactorKind::EmbeddingA) => view.columns(range),
+            Kind::Factor(FactorKind::B) | Kind::Rows | Kind::Ids(..) => view.rows(range),
         };
         let views = self.views_of_adapters().flat_map(|views| {
             let mut next = 0;
@@ -177,13 +227,17 @@ impl<'a> Rectangle<'a> {
             })
         });
         let (views, multipliers) = (views.collect(), self.multipliers.clone());
-        Self { views, multipliers, features: end - start, ..*self }
+        let kind = match self.kind {
+            Kind::Ids(ids, first) => Kind::Ids(&ids[start..end], first),
+            kind => kind,
+        };
+        Self { views, multipliers, features: end - start, kind, ..*self }
     }
 
     fn features_of(&self, view: &View<'_>) -> usize {
         match self.kind {
-            FactorKind::LinearA | FactorKind::EmbeddingA => view.cols,
-            FactorKind::B => view.rows,
+            Kind::Factor(FactorKind::LinearA | FactorKind::EmbeddingA) => view.cols,
+            Kind::Factor(FactorKind::B) | Kind::Rows | Kind::Ids(..) => view.rows,
         }
     }
 
@@ -201,7 +255,7 @@ impl<'a> Rectangle<'a> {
 
     /// As [`pack`](Self::pack), of several adapters, whose factors are joined first.
     fn pack_joined<T: Element>(&self, part: &mut [u8]) -> Result<bool, AdapterError> {
-        let is_b = matches!(self.kind, FactorKind::B);
+        let is_b = matches!(self.kind, Kind::Factor(FactorKind::B));
         let stored =
             self.views_of_adapters().next().map_or(0, |views| views.iter().map(|view| self.features_of(view)).sum());
         let [rows, cols] = if is_b { [stored, self.rank] } else { [self.rank, stored] };
@@ -234,7 +288,7 @@ impl<'a> Rectangle<'a> {
         let rows = views.iter().flat_map(StoredRows::iter);
         let (rank, mut stores) = (self.rank, Stores::<T>::new(part));
         match self.kind {
-            FactorKind::LinearA => {
+            Kind::Factor(FactorKind::LinearA) => {
                 let rows: Vec<_> = rows.collect();
                 for k_tile in 0..self.features.div_ceil(K_TILE) {
                     for ranks in 0..rank.div_ceil(CORE) {
@@ -245,18 +299,22 @@ impl<'a> Rectangle<'a> {
                     }
                 }
             }
-            FactorKind::B => match views {
+            Kind::Factor(FactorKind::B) => match views {
                 // Without the cost of an iterator over several views for each short row.
                 [view] => write_b::<S, T>(view.iter(), self.features, rank, &mut stores),
                 _ => write_b::<S, T>(rows, self.features, rank, &mut stores),
             },
-            FactorKind::EmbeddingA => {
+            Kind::Factor(FactorKind::EmbeddingA) => {
                 let rows: Vec<_> = rows.collect();
                 for id in 0..self.features.next_multiple_of(TILE_FEATURES) {
                     let row = |rank: usize| rows.get(rank).copied().unwrap_or_default();
                     let element = |rank| convert(element::<S>(row(rank), id));
                     stores.rows(rank.div_ceil(CORE), |ranks| from_fn(|rank| element(ranks * CORE + rank)));
                 }
+            }
+            Kind::Rows | Kind::Ids(..) => {
+                let cores = self.unit().1 / CORE;
+                rows.for_each(|row| stores.rows(cores, |core| core_row::<S, T>(row, core * CORE)));
             }
         }
         stores.end()
@@ -265,14 +323,14 @@ impl<'a> Rectangle<'a> {
     /// The factor in the memory of a device; `None` if it is elsewhere, or of several matrices.
     #[cfg(feature = "cuda")]
     pub(super) fn on_device(&self) -> Option<FactorOnDevice<'a>> {
-        let [view] = &self.views[..] else { return None };
+        let (Kind::Factor(kind), [view]) = (self.kind, &self.views[..]) else { return None };
         if !self.multipliers.is_empty() {
             return None;
         }
         let (memory, start) = view.on_device()?;
-        let view = if matches!(self.kind, FactorKind::EmbeddingA) { view.transposed() } else { *view };
+        let view = if matches!(kind, FactorKind::EmbeddingA) { view.transposed() } else { *view };
         let (shape, strides) = ([view.rows, view.cols], view.strides());
-        let (dtype, kind, elems) = (view.tensor.dtype(), self.kind, self.block_elems());
+        let (dtype, elems) = (view.tensor.dtype(), self.block_elems());
         Some(FactorOnDevice { memory, start, dtype, kind, shape, strides, elems })
     }
 
@@ -338,8 +396,8 @@ fn convert_together<S: Element, T: Element>(factors: Vec<Part<'_, '_>>) -> Resul
     // Some features of all factors, which are packed from a cache of this core.
     let mut tasks: Vec<Vec<Part<'_, '_>>> = Vec::new();
     let features_of = |factor: &Rectangle<'_>| match factor.kind {
-        FactorKind::LinearA => K_TILE,
-        FactorKind::EmbeddingA | FactorKind::B => TILE_FEATURES,
+        Kind::Factor(FactorKind::LinearA) => K_TILE,
+        _ => TILE_FEATURES,
     };
     for (factor, part) in factors {
         let task_bytes = layout::stripe_elems(factor.rank) * (features_of(factor) / TILE_FEATURES) * size_of::<T>();
@@ -489,15 +547,18 @@ fn last_row<S: Element>(row: &[u8], first: usize) -> CoreRow<S> {
 /// Writes the core of 8 rows whose first element is `first` in each. Rows that end earlier are followed by zeros.
 #[inline(always)]
 fn write_core<S: Element, T: Element>(rows: [&[u8]; CORE], first: usize, stores: &mut Stores<'_, T>) {
-    stores.rows(CORE, |row| {
-        let row = rows[row];
-        let elements: CoreRow<S> = match row.get(first * size_of::<S>()..(first + CORE) * size_of::<S>()) {
-            Some(elements) => bytemuck::pod_read_unaligned(elements),
-            None => last_row(row, first),
-        };
-        // The same bits, and faster than a conversion of each element to its own type.
-        if S::DTYPE == T::DTYPE { bytemuck::cast(elements) } else { elements.map(convert) }
-    });
+    stores.rows(CORE, |row| core_row::<S, T>(rows[row], first));
+}
+
+/// The elements of a row from `first` on. A row that ends earlier is followed by zeros.
+#[inline(always)]
+fn core_row<S: Element, T: Element>(row: &[u8], first: usize) -> CoreRow<T> {
+    let elements: CoreRow<S> = match row.get(first * size_of::<S>()..(first + CORE) * size_of::<S>()) {
+        Some(elements) => bytemuck::pod_read_unaligned(elements),
+        None => last_row(row, first),
+    };
+    // The same bits, and faster than a conversion of each element to its own type.
+    if S::DTYPE == T::DTYPE { bytemuck::cast(elements) } else { elements.map(convert) }
 }
 
 #[inline(always)]

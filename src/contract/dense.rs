@@ -5,7 +5,7 @@ use crate::{
     DType, Slices,
     error::OperandError,
     ffi,
-    model::{EmbeddingId, EmbeddingSite, Exchange, LinearId, LinearSite, Model, ModelId, SliceSite},
+    model::{EmbeddingId, EmbeddingSite, Exchange, LinearId, LinearSite, Model, ModelId, RowsId, RowsSite, SliceSite},
     plan::{Capacity, Device, ForwardPlan, LinearPlan, PlanError, check_outputs},
 };
 
@@ -212,5 +212,43 @@ impl Embedding {
             return Err(OperandError::Length { operand: "token_ids", got: num_ids, want: tokens });
         }
         y.expect("y", self.dtype, tokens, self.site.hidden())
+    }
+}
+
+/// Trained rows of an embedding and of the head.
+#[derive(Clone, Debug)]
+pub(crate) struct TrainedRows {
+    model: ModelId,
+    pub(crate) site: RowsSite,
+    pub(crate) dtype: DType,
+    pub(crate) capacity: Capacity,
+}
+
+impl TrainedRows {
+    pub(crate) fn new(model: &Model, id: RowsId, dtype: DType, capacity: Capacity) -> Result<Self, PlanError> {
+        let site = model.rows(id).ok_or(PlanError::Foreign)?.clone();
+        Ok(Self { model: model.id(), site, dtype, capacity: capacity.checked()? })
+    }
+
+    /// Of the embedding.
+    pub(crate) fn check_embeddings(&self, step: StepShape, num_ids: usize, y: Shape) -> Result<(), OperandError> {
+        let tokens = self.check_step(step)?;
+        if num_ids != tokens {
+            return Err(OperandError::Length { operand: "token_ids", got: num_ids, want: tokens });
+        }
+        y.expect("y", self.dtype, tokens, self.site.hidden())
+    }
+
+    /// Of the head.
+    pub(crate) fn check_logits(&self, step: StepShape, x: Shape, y: Shape) -> Result<(), OperandError> {
+        let tokens = self.check_step(step)?;
+        x.expect("x", self.dtype, tokens, self.site.hidden())?;
+        y.expect("y", self.dtype, tokens, self.site.outputs())
+    }
+
+    /// Returns the tokens.
+    fn check_step(&self, step: StepShape) -> Result<usize, OperandError> {
+        step.check(self.model, self.dtype, self.capacity, self.capacity.max_tokens)?;
+        Ok(step.num_tokens)
     }
 }

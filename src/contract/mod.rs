@@ -8,7 +8,7 @@ mod dense;
 pub(crate) mod experts;
 
 pub(crate) use self::{
-    dense::{Embedding, FullyShardedLinear, FusedLinear, Linear},
+    dense::{Embedding, FullyShardedLinear, FusedLinear, Linear, TrainedRows},
     experts::{Experts, ExpertsForm, check_of_routes, check_top_k},
 };
 use crate::{
@@ -59,6 +59,21 @@ whose id is in the vocabulary. All other rows of `y` keep every bit.
 `token_ids` is `[tokens]`, relative to the rank's first row
 ([`EmbeddingSite::range`](crate::model::EmbeddingSite::range)). `y` is `[tokens, hidden]`; of a vocabulary-parallel
 embedding it is this rank's partial sum."
+    };
+    (rows_replace_embeddings) => {
+        r"`y[t] = R[token_ids[t]]`, for every token `t` whose slot has a trained row `R` of this id. All other rows of
+`y` keep every bit. A token's scale makes no difference.
+
+Comes behind the base's embedding and its delta, and before the engine's all-reduce. `token_ids` is `[tokens]`, relative
+to the rank's first row ([`EmbeddingSite::range`](crate::model::EmbeddingSite::range)). `y` is `[tokens, hidden]`; of a
+vocabulary-parallel embedding it is this rank's partial sum."
+    };
+    (rows_replace_logits) => {
+        r"`y[t, id] = x[t] · R[id]`, for every token `t` and every trained row `R` of the head that its slot has. All
+other elements of `y` keep every bit. Sums are `f32`, rounded once. A token's scale makes no difference.
+
+Comes behind the base's head and its delta. `x` is `[tokens, hidden]`. `y` has the columns of this rank's head,
+`[tokens, outputs]`."
     };
     (experts_add_gate_up_delta) => {
         r"Adds the deltas of gate and up to the rows of local routes. Rows without an adapter keep every bit.

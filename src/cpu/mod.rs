@@ -12,6 +12,7 @@ mod fused_linear;
 mod linear;
 mod matrix;
 mod pool;
+mod rows;
 mod step;
 mod table;
 mod upload;
@@ -23,6 +24,7 @@ pub use self::{
     linear::{LoraEmbedding, LoraLinear, Shrunk},
     matrix::{Matrix, MatrixMut},
     pool::{AdapterPool, Tiers},
+    rows::TrainedRows,
     step::{Step, Workspace},
     table::WeightTable,
     upload::{Filled, Reservation, Staging},

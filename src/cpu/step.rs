@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{WeightTable, factors::Factors, upload::Adapter};
+use super::{
+    WeightTable,
+    factors::Factors,
+    upload::{Adapter, TrainedRows},
+};
 use crate::{
     DType, Element, Slot, contract::StepShape, error::OperandError, model::ModelId, plan::PlanError, routing::Batch,
 };
@@ -42,6 +46,11 @@ impl Step<'_> {
     /// The factors of a slot at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, slot: Slot, entry: usize) -> Option<Factors<'_, T>> {
         self.adapters.get(slot.index()?)?.as_ref()?.packed.factors(entry)
+    }
+
+    /// The trained rows of a slot at a descriptor-table entry.
+    pub(super) fn rows<T: Element>(&self, slot: Slot, entry: usize, hidden: usize) -> Option<TrainedRows<'_, T>> {
+        self.adapters.get(slot.index()?)?.as_ref()?.packed.rows(entry, hidden)
     }
 }
 

@@ -11,7 +11,10 @@ use std::{
 use super::factors::Factors;
 use crate::{
     Element,
-    adapter::{ImageEntry, MIN_STAGING_BYTES, SlotImage},
+    adapter::{
+        ImageEntry, MIN_STAGING_BYTES, RowsEntry, SlotImage,
+        layout::{RowIds, Rows},
+    },
     error::{LoadError, SlotError},
     slots::{Bounds, Usage},
 };
@@ -61,6 +64,7 @@ pub(crate) struct Packed {
     /// Elements of the table's type. `f32` gives sufficient alignment for all of them.
     block: Vec<f32>,
     entries: Vec<Option<ImageEntry>>,
+    rows: Vec<RowsEntry>,
     image_bytes: usize,
     max_rank: usize,
 }
@@ -186,7 +190,7 @@ impl Packed {
         for entry in image.entries() {
             entries[entry.entry] = Some(*entry);
         }
-        Ok(Self { block, entries, image_bytes: image.bytes(), max_rank: image.max_rank() })
+        Ok(Self { block, entries, rows: image.rows().to_vec(), image_bytes: image.bytes(), max_rank: image.max_rank() })
     }
 
     /// Size of the image, in bytes.
@@ -202,5 +206,48 @@ impl Packed {
     /// The factors at a descriptor-table entry.
     pub(super) fn factors<T: Element>(&self, entry: usize) -> Option<Factors<'_, T>> {
         Some(Factors::new(bytemuck::cast_slice(&self.block), self.entries[entry].as_ref()?))
+    }
+
+    /// The trained rows at a descriptor-table entry, of `hidden` features.
+    pub(super) fn rows<T: Element>(&self, entry: usize, hidden: usize) -> Option<TrainedRows<'_, T>> {
+        let &RowsEntry { ids_elems, rows_elems, count, .. } = self.rows.iter().find(|rows| rows.entry == entry)?;
+        let block: &[T] = bytemuck::cast_slice(&self.block);
+        Some(TrainedRows { ids: &block[ids_elems..], rows: &block[rows_elems..], layout: Rows { count, hidden } })
+    }
+}
+
+/// Trained rows in a block.
+pub(super) struct TrainedRows<'a, T> {
+    ids: &'a [T],
+    rows: &'a [T],
+    layout: Rows,
+}
+
+impl<T: Element> TrainedRows<'_, T> {
+    /// The number of rows.
+    pub(super) fn count(&self) -> usize {
+        self.layout.count
+    }
+
+    /// The id of a row, relative to the rank's first row.
+    pub(super) fn id(&self, row: usize) -> usize {
+        let at = RowIds { count: self.layout.count }.at(row);
+        let id: &[u8] = bytemuck::cast_slice(&self.ids[at..at + 2]);
+        bytemuck::pod_read_unaligned::<u32>(&id[..size_of::<u32>()]) as usize
+    }
+
+    /// The row of an id.
+    pub(super) fn find(&self, id: usize) -> Option<usize> {
+        let (mut first, mut end) = (0, self.count());
+        while first < end {
+            let middle = first.midpoint(end);
+            if self.id(middle) < id { first = middle + 1 } else { end = middle }
+        }
+        (first < self.count() && self.id(first) == id).then_some(first)
+    }
+
+    /// A row.
+    pub(super) fn row(&self, row: usize) -> &[T] {
+        &self.rows[self.layout.at(row, 0)..][..self.layout.hidden]
     }
 }

@@ -233,6 +233,11 @@ mod tests {
                 (args.dtype, args.token_ids, args.y) = (dtype, first.cast(), second);
             };
             is_refused(&[1, 2], call(ffi::aril_embedding, embedding));
+            let rows = |args: &mut ffi::aril_rows_args| {
+                (args.dtype, args.token_ids, args.x, args.y) = (dtype, first.cast(), second, third);
+            };
+            is_refused(&[1, 3], call(ffi::aril_replace_embeddings, rows));
+            is_refused(&[2, 3], call(ffi::aril_replace_logits, rows));
             let sharded = |args: &mut ffi::aril_sharded_args| {
                 (args.dtype, args.num_slices, args.x, args.v) = (dtype, 1, first, second.cast());
                 args.y[0].first = third;

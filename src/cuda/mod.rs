@@ -49,7 +49,7 @@ pub use self::{
     memory::{Buffer, Matrix, MatrixMut, PinnedBuffer, View, ViewMut},
     operations::{
         FullyShardedLinear, FusedLinear, GroupedRoutes, Grouping, LoraEmbedding, LoraExperts, LoraLinear, Shrunk,
-        Stack, TopK,
+        Stack, TopK, TrainedRows,
     },
     pool::{AdapterPool, Tiers},
     steps::{Graph, RoutedBatch, Routing, Step, Workspace},

@@ -354,6 +354,23 @@ pub struct aril_embedding_args {
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct aril_rows_args {
+    pub dtype: i32,
+    pub num_tokens: i32,
+    pub hidden: i32,
+    pub outputs: i32,
+    pub max_tiles: i32,
+    pub blocks: i32,
+    pub token_ids: *const i32,
+    pub x: *const ::core::ffi::c_void,
+    pub x_stride: i64,
+    pub y: *mut ::core::ffi::c_void,
+    pub y_stride: i64,
+    pub weights: aril_weights,
+    pub routing: aril_routing,
+}
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct aril_top_k {
     pub ids: *const i32,
     pub weights: *const f32,
@@ -596,6 +613,18 @@ unsafe extern "C" {
 unsafe extern "C" {
     pub fn aril_embedding(
         args: *const aril_embedding_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_replace_embeddings(
+        args: *const aril_rows_args,
+        stream: *mut ::core::ffi::c_void,
+    ) -> i32;
+}
+unsafe extern "C" {
+    pub fn aril_replace_logits(
+        args: *const aril_rows_args,
         stream: *mut ::core::ffi::c_void,
     ) -> i32;
 }

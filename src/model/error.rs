@@ -28,8 +28,8 @@ pub enum SpecError {
         /// The number of features given.
         features: usize,
     },
-    /// The shard refers to experts of another model.
-    #[error("the shard holds experts of a layer of another model")]
+    /// The shard, or a declaration of trained rows, refers to a layer of another model.
+    #[error("a layer of another model is held by the shard, or has trained rows")]
     Foreign,
     /// A held expert is out of range or listed twice.
     #[error("expert {expert} of `{path}` is listed twice or is not below {num_experts}")]
@@ -50,6 +50,14 @@ pub enum SpecError {
         heads: usize,
         /// Ranks in the group.
         size: usize,
+    },
+    /// A layer is not a head whose rows are those of an embedding.
+    #[error("the head of `{embedding}` {reason}")]
+    NotHead {
+        /// Path of the embedding.
+        embedding: String,
+        /// What the layer is instead.
+        reason: &'static str,
     },
     /// A module with heads, replicated features or a padded vocabulary is in a layer that is not column-parallel.
     #[error("`{module}` has heads, replicated features or padding, but its layer is not column-parallel")]

@@ -28,12 +28,14 @@ mod embedding;
 mod error;
 mod experts;
 mod linear;
+mod rows;
 mod shard;
 mod spec;
 
 pub(crate) use self::{
     cut::Rows,
     experts::{ExpertModule, ExpertSlice},
+    rows::RowsPart,
     shard::{ModelId, Target},
 };
 pub use self::{
@@ -42,7 +44,8 @@ pub use self::{
     error::SpecError,
     experts::{Activation, Experts, ExpertsSite, Halves, ProjectionSite},
     linear::{Collective, Exchange, Linear, LinearSite, SliceSite},
-    shard::{EmbeddingId, ExpertsId, LinearId, Model, Shard},
+    rows::RowsSite,
+    shard::{EmbeddingId, ExpertsId, LinearId, Model, RowsId, Shard},
     spec::ModelSpec,
 };
 use crate::ffi;

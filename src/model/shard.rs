@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{cut::TpRank, embedding::EmbeddingSite, experts::ExpertsSite, linear::LinearSite};
+use super::{cut::TpRank, embedding::EmbeddingSite, experts::ExpertsSite, linear::LinearSite, rows::RowsSite};
 
 /// Identifies a [`ModelSpec`](super::ModelSpec). Ids of layers are valid only for models sharded from it.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -61,6 +61,12 @@ id! {
 id! {
     /// Identifies the experts of one layer of a [`ModelSpec`](super::ModelSpec) and of every [`Model`] sharded from it.
     ExpertsId, ExpertsSite, experts, experts_ids, expert_layers, "experts'"
+}
+
+id! {
+    /// Identifies the [trained rows](super::ModelSpec::trained_rows) of a [`ModelSpec`](super::ModelSpec) and of every
+    /// [`Model`] sharded from it.
+    RowsId, RowsSite, rows, rows_ids, rows, "rows'"
 }
 
 /// The part of a model that one rank holds, for [`ModelSpec::shard`](super::ModelSpec::shard).
@@ -149,6 +155,7 @@ pub(super) struct Inner {
     pub(super) linears: Vec<LinearSite>,
     pub(super) embeddings: Vec<EmbeddingSite>,
     pub(super) expert_layers: Vec<ExpertsSite>,
+    pub(super) rows: Vec<RowsSite>,
     pub(super) targets: HashMap<String, Target>,
     pub(super) experts_at: HashMap<String, ExpertsId>,
 }
@@ -198,13 +205,17 @@ impl Model {
         &self.0.embeddings
     }
 
+    pub(crate) fn trained_rows(&self) -> &[RowsSite] {
+        &self.0.rows
+    }
+
     /// The expert layers, in the order of the calls of [`ModelSpec::experts`](super::ModelSpec::experts).
     pub fn expert_layers(&self) -> &[ExpertsSite] {
         &self.0.expert_layers
     }
 
-    /// Entries per slot in the descriptor table: one per slice of each linear layer, one per embedding, and those
-    /// listed at [`ProjectionSite`](super::ProjectionSite) for experts.
+    /// Entries per slot in the descriptor table: one per slice of each linear layer, one per embedding, those listed at
+    /// [`ProjectionSite`](super::ProjectionSite) for experts, and two for [trained rows](super::RowsSite).
     pub fn num_entries(&self) -> usize {
         self.0.id.num_entries
     }

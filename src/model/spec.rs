@@ -13,7 +13,8 @@ use super::{
     error::SpecError,
     experts::Experts,
     linear::Linear,
-    shard::{EmbeddingId, ExpertsId, Inner, LinearId, Model, ModelId, Shard, SpecId, Target},
+    rows::Rows,
+    shard::{EmbeddingId, ExpertsId, Inner, LinearId, Model, ModelId, RowsId, Shard, SpecId, Target},
 };
 
 /// The adapted layers of a whole, unsharded model. [`shard`](Self::shard) makes the [`Model`] of one rank.
@@ -33,6 +34,7 @@ struct Counts {
     linears: usize,
     embeddings: usize,
     experts: usize,
+    rows: usize,
 }
 
 #[derive(Debug)]
@@ -40,6 +42,7 @@ enum Described {
     Linear(Linear),
     Embedding(Embedding),
     Experts(Experts),
+    Rows(Rows),
 }
 
 impl Default for ModelSpec {
@@ -125,13 +128,33 @@ impl ModelSpec {
         Ok(ExpertsId { spec: self.id, index: self.counts.experts - 1 })
     }
 
+    /// Declares that the engine applies *trained rows*: rows of the embedding and of the head that an adapter has in the
+    /// place of the base model's (`trainable_token_indices`), by the operations of `TrainedRows` in
+    /// [`cpu`](crate::cpu::TrainedRows) and `cuda`. Adapters with such rows are rejected for a model without it. If the
+    /// head `is_tied`, it has the weight of the embedding in the base model, and rows of the embedding are its own, too.
+    ///
+    /// The head has one slice, and all input features on each rank.
+    ///
+    /// # Errors
+    /// [`SpecError::Foreign`] if a layer belongs to another description. [`shard`](Self::shard) rejects a layer that is
+    /// no head of the embedding ([`SpecError::NotHead`]).
+    #[doc(alias = "trainable_token_indices")]
+    pub fn trained_rows(&mut self, embedding: EmbeddingId, head: LinearId, is_tied: bool) -> Result<RowsId, SpecError> {
+        if [embedding.spec, head.spec] != [self.id; 2] {
+            return Err(SpecError::Foreign);
+        }
+        self.layers.push(Described::Rows(Rows { embedding, head, is_tied }));
+        self.counts.rows += 1;
+        Ok(RowsId { spec: self.id, index: self.counts.rows - 1 })
+    }
+
     /// The model on one rank, given by a [`TpRank`](super::TpRank), or by a [`Shard`] that also says which experts the
     /// rank holds. One process may shard for several ranks; layer ids are valid for all of them.
     ///
     /// # Errors
     /// [`SpecError::Uneven`] or [`SpecError::Heads`] if a layer cannot be split evenly over the ranks.
     /// [`SpecError::Held`] if a held expert is out of range or listed twice, [`SpecError::Foreign`] if the experts
-    /// belong to another description.
+    /// belong to another description, [`SpecError::NotHead`] as for [`trained_rows`](Self::trained_rows).
     pub fn shard(&self, shard: impl Into<Shard>) -> Result<Model, SpecError> {
         let shard = shard.into();
         if shard.held.keys().any(|layer| layer.spec != self.id) {
@@ -144,6 +167,7 @@ impl ModelSpec {
             linears: Vec::with_capacity(self.counts.linears),
             embeddings: Vec::with_capacity(self.counts.embeddings),
             expert_layers: Vec::with_capacity(self.counts.experts),
+            rows: Vec::with_capacity(self.counts.rows),
             targets: HashMap::new(),
             experts_at: HashMap::new(),
         };
@@ -176,6 +200,11 @@ impl ModelSpec {
                     let num_entries = site.num_entries();
                     model.expert_layers.push(site);
                     num_entries
+                }
+                Described::Rows(rows) => {
+                    let (embedding, head) = (&model.embeddings[rows.embedding.index], &model.linears[rows.head.index]);
+                    model.rows.push(rows.shard(embedding, head, first_entry)?);
+                    Rows::ENTRIES
                 }
             };
         }

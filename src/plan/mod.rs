@@ -81,6 +81,13 @@ pub(crate) struct BatchBounds {
     pub(crate) table_rank: usize,
 }
 
+/// Thread blocks that share the trained rows of a token tile: with one tile, all multiprocessors have some.
+#[cfg(feature = "cuda")]
+pub(crate) fn rows_blocks(tiles: usize, device: Device) -> usize {
+    const OF_MULTIPROCESSOR: usize = 4;
+    (OF_MULTIPROCESSOR * device.sizable().multiprocessors).div_ceil(tiles.max(1))
+}
+
 /// A number of the C ABI. A launch refuses what is too large for it.
 pub(crate) fn int(value: usize) -> i32 {
     i32::try_from(value).unwrap_or(i32::MAX)

@@ -26,6 +26,7 @@ pub struct Source {
     max_rank: usize,
     /// The linear layers that have factors, by their first entry.
     linears: Arc<[usize]>,
+    has_trained_rows: bool,
     /// Until an engine takes it.
     invocation: Option<Invocation>,
     /// What the ranks of a group know the adapter by, once it is known; `None` without a group.
@@ -179,6 +180,7 @@ impl Source {
             bytes: image.bytes(),
             max_rank: image.max_rank(),
             linears,
+            has_trained_rows: image.has_trained_rows(),
             invocation: None,
             fingerprint: None,
         }
@@ -220,6 +222,12 @@ impl Source {
     /// leave out the operation. `false` for a layer of another model.
     pub fn adapts(&self, layer: LinearId) -> bool {
         self.model.linear(layer).is_some_and(|site| self.linears.contains(&site.first_entry()))
+    }
+
+    /// Whether the adapter has [trained rows](Adapter::trained_rows), on this rank or another: without any, an engine may
+    /// leave out the operations.
+    pub fn has_trained_rows(&self) -> bool {
+        self.has_trained_rows
     }
 
     pub(crate) fn model(&self) -> &Model {

@@ -726,9 +726,8 @@ fn what_switches_something_on() {
     for (field, value) in [
         ("lora_bias", json!(true)),
         ("use_dora", json!(true)),
-        ("modules_to_save", json!(["lm_head"])),
-        ("trainable_token_indices", json!([0, 1])),
-        ("trainable_token_indices", json!({"embed_tokens": [0]})),
+        ("modules_to_save", json!(["score"])),
+        ("modules_to_save", json!(["lm_head", "model.layers.0.mlp"])),
         ("use_qalora", json!(true)),
         ("use_bdlora", json!({"nblocks": 2})),
         ("layer_replication", json!([[0, 4], [2, 5]])),

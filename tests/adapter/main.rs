@@ -49,6 +49,7 @@ mod names;
 mod peft;
 mod plan;
 mod random;
+mod rows;
 mod toy;
 
 use aril::{

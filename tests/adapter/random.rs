@@ -369,11 +369,8 @@ fn breaks() -> impl Strategy<Value = Break> {
         any::<Index>().prop_map(Break::SwapShape),
         select(&["lora_C.weight", "weight", "lora_A", "x.lora_A.weight"][..]).prop_map(Break::AddKey),
         any::<Index>().prop_map(Break::RepeatKey),
-        select(
-            &["use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "layer_replication", "tomorrow"]
-                [..]
-        )
-        .prop_map(Break::SetField),
+        select(&["use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "tomorrow"][..])
+            .prop_map(Break::SetField),
         select(&["peft_type", "lora_alpha"][..]).prop_map(Break::DropField),
         Just(Break::WrongBase),
         (any::<Index>(), any::<Index>(), select(&[f32::NAN, f32::INFINITY][..]))

@@ -1,9 +1,10 @@
-//! Cases of linear layers and of embeddings.
+//! Cases of linear layers, of embeddings, and of trained rows of embeddings and heads.
 
 use aril::{
     Element,
     adapter::Adapter,
-    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, Shard, TpRank},
+    model::{EmbeddingId, Linear, LinearId, MAX_SLICES, ModelSpec, Parallel, RowsId, Shard, TpRank},
+    reference::Delta,
 };
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -21,7 +22,8 @@ use super::{
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Dense {
     pub op: Op,
-    /// One list of ranks per adapter, one rank per slice; 0 where the adapter has no such module.
+    /// One list of ranks per adapter, one rank per slice; 0 where the adapter has no such module. Of trained rows, their
+    /// numbers, which are at most the vocabulary.
     pub adapters: Vec<Vec<usize>>,
 }
 
@@ -29,12 +31,16 @@ pub struct Dense {
 pub enum Op {
     Linear { in_features: usize, slices: Vec<usize> },
     Embedding { vocab: usize, hidden: usize },
+    RowEmbeddings { vocab: usize, hidden: usize },
+    RowLogits { vocab: usize, hidden: usize },
 }
 
 #[derive(Clone, Copy, Debug)]
 pub enum Site {
     Linear(LinearId),
     Embedding(EmbeddingId),
+    RowEmbeddings(RowsId),
+    RowLogits(RowsId),
 }
 
 pub type Case = case::Case<Dense>;
@@ -44,7 +50,8 @@ impl Dense {
     pub fn in_features(&self) -> usize {
         match &self.op {
             Op::Linear { in_features, .. } => *in_features,
-            Op::Embedding { vocab, .. } => *vocab,
+            Op::Embedding { vocab, .. } | Op::RowEmbeddings { vocab, .. } => *vocab,
+            Op::RowLogits { hidden, .. } => *hidden,
         }
     }
 
@@ -55,7 +62,17 @@ impl Dense {
     pub fn slices(&self) -> Vec<usize> {
         match &self.op {
             Op::Linear { slices, .. } => slices.clone(),
-            Op::Embedding { hidden, .. } => vec![*hidden],
+            Op::Embedding { hidden, .. } | Op::RowEmbeddings { hidden, .. } => vec![*hidden],
+            Op::RowLogits { vocab, .. } => vec![*vocab],
+        }
+    }
+
+    /// The vocabulary, the features, and the path of a module with trained rows.
+    fn of_rows(&self) -> Option<(usize, usize, &'static str)> {
+        match self.op {
+            Op::RowEmbeddings { vocab, hidden } => Some((vocab, hidden, "embed_tokens")),
+            Op::RowLogits { vocab, hidden } => Some((vocab, hidden, "lm_head")),
+            _ => None,
         }
     }
 }
@@ -98,7 +115,7 @@ impl Layer for Dense {
 
     type Id = Site;
     type Lora = Vec<usize>;
-    /// By slice.
+    /// By slice. Of trained rows, the ids are A and the rows are B.
     type Pairs = Vec<Option<Pair>>;
 
     fn describe(&self, spec: &mut ModelSpec) -> (Site, Shard) {
@@ -109,6 +126,14 @@ impl Layer for Dense {
                 Site::Linear(spec.linear(layer).unwrap())
             }
             Op::Embedding { vocab, hidden } => Site::Embedding(spec.embedding("layer.m0", *vocab, *hidden).unwrap()),
+            Op::RowEmbeddings { vocab, hidden } | Op::RowLogits { vocab, hidden } => {
+                let embedding = spec.embedding("embed_tokens", *vocab, *hidden).unwrap();
+                let head = Linear::new("", Parallel::Replicated, *hidden).slice("lm_head", *vocab);
+                let head = spec.linear(head).unwrap();
+                let rows = spec.trained_rows(embedding, head, false).unwrap();
+                let is_of_head = matches!(self.op, Op::RowLogits { .. });
+                if is_of_head { Site::RowLogits(rows) } else { Site::RowEmbeddings(rows) }
+            }
         };
         (site, TpRank::SINGLE.into())
     }
@@ -118,7 +143,9 @@ impl Layer for Dense {
     }
 
     fn max_rank(&self) -> usize {
-        self.adapters.iter().flatten().copied().max().unwrap_or(0).max(1)
+        // No rank bounds the number of rows.
+        let ranks = self.adapters.iter().flatten().copied().filter(|_| self.of_rows().is_none());
+        ranks.max().unwrap_or(0).max(1)
     }
 
     fn shapes(&self, num_tokens: usize) -> ([[usize; 2]; 2], Option<[usize; 2]>) {
@@ -126,6 +153,12 @@ impl Layer for Dense {
     }
 
     fn pairs_of(&self, values: Values, ranks: &Vec<usize>, rng: &mut StdRng) -> Self::Pairs {
+        if let Some((vocab, hidden, _)) = self.of_rows() {
+            let rank = ranks[0].min(vocab);
+            let a = rand::seq::index::sample(rng, vocab, rank).iter().map(|id| id as f64).collect();
+            let b = fill(values, rank * hidden, 1.0, rng);
+            return vec![(rank > 0).then_some(Pair { rank, scaling: 1.0, a, b })];
+        }
         let mut pair = |(&rank, out): (&usize, usize)| {
             let [a, b] = [rank * self.in_features(), out * rank].map(|len| fill(values, len, 1.0, rng));
             (rank > 0).then(|| Pair { rank, scaling: scaling(values, rng), a, b })
@@ -135,10 +168,13 @@ impl Layer for Dense {
 
     fn load(&self, _: &Vec<usize>, pairs: &Self::Pairs) -> Adapter {
         let mut modules = Modules::default();
-        let names = match self.op {
-            Op::Linear { .. } => Modules::LINEAR,
-            Op::Embedding { .. } => Modules::EMBEDDING,
-        };
+        if let Some((_, hidden, path)) = self.of_rows() {
+            if let Some(Pair { rank, a, b, .. }) = &pairs[0] {
+                modules.put_rows(path, a, &[*rank, hidden], b);
+            }
+            return modules.adapter();
+        }
+        let names = if self.is_linear() { Modules::LINEAR } else { Modules::EMBEDDING };
         for (slice, (pair, out)) in pairs.iter().zip(self.slices()).enumerate() {
             let Some(Pair { rank, scaling, a, b }) = pair else { continue };
             let shapes = [[*rank, self.in_features()], [out, *rank]];
@@ -156,6 +192,12 @@ impl Layer for Dense {
         let place = case.y();
         for (token, id) in case.token_ids().into_iter().enumerate() {
             let Some(adapter) = case.adapter(token) else { continue };
+            if case.of_rows().is_some() {
+                if let Some(rows) = &world.pairs[adapter][0] {
+                    expect_rows(case, world, (token, id), rows, expected);
+                }
+                continue;
+            }
             let mut first = 0;
             for (pair, out_features) in world.pairs[adapter].iter().zip(case.slices()) {
                 let deltas = pair.as_ref().and_then(|pair| match case.op {
@@ -164,6 +206,7 @@ impl Layer for Dense {
                         let id = usize::try_from(id).ok().filter(|&id| id < vocab)?;
                         Some(pair.embedding::<T>(id, vocab, case.scale(token)))
                     }
+                    Op::RowEmbeddings { .. } | Op::RowLogits { .. } => None,
                 });
                 for (out, delta) in deltas.into_iter().flatten().enumerate() {
                     let at = place.at(token, first + out);
@@ -172,6 +215,30 @@ impl Layer for Dense {
                     expected[at] = expect_sum(case.values, f64::from(world.y[at].to_f32()), delta, roundings);
                 }
                 first += out_features;
+            }
+        }
+    }
+}
+
+/// What trained rows replace of a token.
+fn expect_rows<T: Element>(
+    case: &Case,
+    world: &World<T>,
+    (token, id): (usize, i32),
+    Pair { a: ids, b: rows, .. }: &Pair,
+    expected: &mut [Expected<T>],
+) {
+    let rounded = |value: f64| T::from_f32(value as f32);
+    let place = case.y();
+    for (&of_row, row) in ids.iter().zip(rows.chunks(rows.len() / ids.len())) {
+        if matches!(case.op, Op::RowLogits { .. }) {
+            let x = case.x().row(&world.x, token);
+            let products = || x.iter().zip(row).map(|(x, &w)| x * f64::from(rounded(w).to_f32()));
+            let sum = Delta { value: products().sum(), magnitude: products().map(f64::abs).sum() };
+            expected[place.at(token, of_row as usize)] = expect_sum(case.values, 0.0, sum, x.len() + 8);
+        } else if f64::from(id) == of_row {
+            for (feature, &value) in row.iter().enumerate() {
+                expected[place.at(token, feature)] = Expected::Untouched(rounded(value));
             }
         }
     }
@@ -234,13 +301,13 @@ impl Case {
     }
 }
 
-/// Compares overwritten NaN with deltas added to zeros, bit by bit. Embeddings have no operation that overwrites.
+/// Compares overwritten NaN with deltas added to zeros, bit by bit. Only linear layers have an operation that overwrites.
 pub fn check_overwriting<T: Element>(
     adds: &mut impl Subject<Dense>,
     overwrites: &mut impl Subject<Dense>,
     case: &Case,
 ) -> Result<(), TestCaseError> {
-    if matches!(case.op, Op::Embedding { .. }) {
+    if !case.is_linear() {
         return Ok(());
     }
     let on = |value: f32| {
@@ -292,7 +359,10 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
 fn layers(sizes: Sizes, num_adapters: usize) -> impl Strategy<Value = Dense> {
     let max = sizes.max_features;
     let embeddings = (features(max), features(max)).prop_map(|(vocab, hidden)| Op::Embedding { vocab, hidden });
-    let op = prop_oneof![4 => linear_ops(max), 1 => embeddings];
+    let rows = (features(max), features(max), any::<bool>()).prop_map(|(vocab, hidden, is_of_head)| {
+        if is_of_head { Op::RowLogits { vocab, hidden } } else { Op::RowEmbeddings { vocab, hidden } }
+    });
+    let op = prop_oneof![4 => linear_ops(max), 1 => embeddings, 1 => rows];
     adapted(op, sizes.max_rank, num_adapters)
 }
 

@@ -1,6 +1,6 @@
 //! The factors of modules in cases, and adapters with these factors.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use aril::{
     DType, Element,
@@ -66,6 +66,8 @@ pub fn neighbour(path: &str) -> Linear {
 pub struct Modules {
     tensors: Vec<(String, Tensor)>,
     alphas: String,
+    /// Of trained rows, by module.
+    ids: BTreeMap<String, Vec<u32>>,
 }
 
 impl Modules {
@@ -75,11 +77,21 @@ impl Modules {
 
     pub fn put(&mut self, path: &str, alpha: f64, names: [&str; 2], a: (&[usize], &[f64]), b: (&[usize], &[f64])) {
         for (name, (shape, values)) in names.into_iter().zip([a, b]) {
-            let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
-            let tensor = Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap();
-            self.tensors.push((format!("{path}.{name}"), tensor));
+            self.push(format!("{path}.{name}"), shape, values);
         }
         write!(self.alphas, r#"{}"{path}": {alpha}"#, if self.alphas.is_empty() { "" } else { ", " }).unwrap();
+    }
+
+    /// Trained rows with these ids.
+    pub fn put_rows(&mut self, path: &str, ids: &[f64], shape: &[usize], rows: &[f64]) {
+        self.push(format!("{path}.token_adapter.trainable_tokens_delta"), shape, rows);
+        self.ids.insert(path.to_owned(), ids.iter().map(|&id| id as u32).collect());
+    }
+
+    fn push(&mut self, key: String, shape: &[usize], values: &[f64]) {
+        let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
+        let tensor = Tensor::new(DType::F32, shape, bytemuck::cast_slice(&values).to_vec()).unwrap();
+        self.tensors.push((key, tensor));
     }
 
     /// The adapter. It always adapts the neighbours too, with weights that would show.
@@ -87,7 +99,10 @@ impl Modules {
         for path in ["before.m0", "behind.m0"] {
             self.put(path, 1.0, Self::LINEAR, (&[1, 3], &[1e4; 3]), (&[5, 1], &[1e4; 5]));
         }
-        let config = format!(r#"{{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {{{}}}}}"#, self.alphas);
+        let (alphas, ids) = (self.alphas, serde_json::to_string(&self.ids).unwrap());
+        let config = format!(
+            r#"{{"peft_type": "LORA", "lora_alpha": 1, "alpha_pattern": {{{alphas}}}, "trainable_token_indices": {ids}}}"#
+        );
         Adapter::from_tensors(&config, self.tensors).unwrap()
     }
 }

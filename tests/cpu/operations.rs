@@ -11,7 +11,7 @@ use crate::{
 };
 use aril::{
     DType, Element, IntoSlices as _, Slices,
-    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, Workspace},
+    cpu::{LoraEmbedding, LoraLinear, Matrix, MatrixMut, TrainedRows, Workspace},
     error::OperandError,
     routing::Segments,
 };
@@ -38,6 +38,16 @@ impl Subject<Dense> for Cpu {
             Site::Embedding(id) => {
                 let (layer, mut buffer) = (LoraEmbedding::new(&weights, id).unwrap(), world.y.clone());
                 layer.add_delta(&mut step, &case.token_ids(), matrix_mut(&mut buffer, case.y())).unwrap();
+                buffer
+            }
+            Site::RowEmbeddings(id) => {
+                let (rows, mut buffer) = (TrainedRows::new(&weights, id).unwrap(), world.y.clone());
+                rows.replace_embeddings(&mut step, &case.token_ids(), matrix_mut(&mut buffer, case.y())).unwrap();
+                buffer
+            }
+            Site::RowLogits(id) => {
+                let (rows, mut buffer) = (TrainedRows::new(&weights, id).unwrap(), world.y.clone());
+                rows.replace_logits(&mut step, x, matrix_mut(&mut buffer, case.y())).unwrap();
                 buffer
             }
             Site::Linear(id) => {

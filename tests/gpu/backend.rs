@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 pub use aril::cuda::{
     AdapterPool, Filled, FullyShardedLinear, FusedLinear, Graph, Grouping, LoraEmbedding, LoraExperts, LoraLinear,
-    Matrix, MatrixMut, Reservation, Routing, Staging, Step, Tiers, TopK, WeightTable, Workspace,
+    Matrix, MatrixMut, Reservation, Routing, Staging, Step, Tiers, TopK, TrainedRows, WeightTable, Workspace,
 };
 use aril::{
     DType, Element,

@@ -4,8 +4,8 @@ use aril::{
     DType, Element, IntoSlices as _, Slices,
     adapter::Adapter,
     cuda::{
-        self, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, WeightTable, Workspace,
-        raw,
+        self, LaunchError, LoraEmbedding, LoraLinear, Matrix, MatrixMut, Queue, Routing, Step, TrainedRows,
+        WeightTable, Workspace, raw,
     },
     model::Model,
     plan::Capacity,
@@ -79,6 +79,14 @@ impl Safe<'_> {
             Site::Embedding(id) => {
                 let layer = LoraEmbedding::new(&weights, id).unwrap();
                 layer.add_delta(&mut step, ids.view(), matrix_mut(&mut views[0], case.y())).unwrap();
+            }
+            Site::RowEmbeddings(id) => {
+                let rows = TrainedRows::new(&weights, id).unwrap();
+                rows.replace_embeddings(&mut step, ids.view(), matrix_mut(&mut views[0], case.y())).unwrap();
+            }
+            Site::RowLogits(id) => {
+                let (rows, x) = (TrainedRows::new(&weights, id).unwrap(), matrix(&x_view, case.x()));
+                rows.replace_logits(&mut step, x, matrix_mut(&mut views[0], case.y())).unwrap();
             }
             Site::Linear(id) => {
                 let layer = LoraLinear::new(&weights, id).unwrap();
@@ -263,12 +271,29 @@ impl Raw<'_> {
         let weights = raw::Table::new(model, T::DTYPE, table.address(), capacity.num_slots, capacity.max_rank);
         let step = |region| raw::Step::new(weights, batch, region, stream);
         let workspace;
+        let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
+        let without_workspace = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
+        let first_y = raw_matrix_mut::<T>(&buffers[0], grown(case.y()));
         let launch: Box<dyn Fn()> = match world.id {
+            Site::RowEmbeddings(id) => {
+                let (ids, step) = (&ids, without_workspace);
+                let rows = TrainedRows::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                Box::new(move || {
+                    // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
+                    unsafe { rows.replace_embeddings_raw(&step, ids.address(), first_y) }.unwrap();
+                })
+            }
+            Site::RowLogits(id) => {
+                let step = without_workspace;
+                let rows = TrainedRows::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
+                Box::new(move || {
+                    // SAFETY: as above.
+                    unsafe { rows.replace_logits_raw(&step, x_matrix, first_y) }.unwrap();
+                })
+            }
             Site::Embedding(id) => {
-                let (ids, y) = (&ids, raw_matrix_mut::<T>(&buffers[0], grown(case.y())));
+                let (ids, y, step) = (&ids, first_y, without_workspace);
                 let embedding = LoraEmbedding::for_model(&gpu.kernels, model, id, T::DTYPE, capacity).unwrap();
-                let nowhere = raw::DeviceRegion { ptr: 0, bytes: 0 };
-                let step = step(raw::Workspace { mailbox: nowhere, partials: nowhere });
                 Box::new(move || {
                     // SAFETY: the test owns all operands and keeps them alive until the stream is synchronized.
                     unsafe { embedding.add_delta_raw(&step, ids.address(), y) }.unwrap();
@@ -708,8 +733,9 @@ fn a_batch_without_adapters_may_be_skipped() {
         let slots = [-1, -2, i32::MIN].into_iter().cycle().take(tokens).collect();
         let linear = Case { gaps: [0, 3, 0], ..Case::linear(600, &[300, 40], &[&[64, 8], &[1, 128]], slots) };
         let op = Op::Embedding { vocab: 50, hidden: 72 };
-        let embedding = linear.with(|layer| *layer = Dense { op, adapters: vec![vec![5], vec![16]] });
-        for case in [linear, embedding] {
+        let others = [op, Op::RowEmbeddings { vocab: 50, hidden: 72 }, Op::RowLogits { vocab: 50, hidden: 72 }];
+        let others = others.map(|op| linear.with(|layer| *layer = Dense { op, adapters: vec![vec![5], vec![16]] }));
+        for case in others.into_iter().chain([linear]) {
             for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
                 let case = Case { dtype, ..case.clone() };
                 for_dtype!(case, run(&gpu, &case));

@@ -7,7 +7,7 @@ use aril::{
     DType, IntoSlices as _, Slices,
     adapter::Adapter,
     error::OperandError,
-    model::{EmbeddingId, Experts, ExpertsId, Linear, LinearId, Model, ModelSpec, Parallel, Shard, TpRank},
+    model::{EmbeddingId, Experts, ExpertsId, Linear, LinearId, Model, ModelSpec, Parallel, RowsId, Shard, TpRank},
     plan::{Capacity, MAX_FORWARD_TOKENS, PlanError, RouteCapacity},
     routing::Batch,
 };
@@ -18,7 +18,7 @@ use super::misuse::Outcome;
 use crate::{
     backend::{
         self, Backend, Elements, FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
-        MatrixMut, TopK, Value, elements_of, operand_error,
+        MatrixMut, TopK, TrainedRows, Value, elements_of, operand_error,
     },
     common::{
         case::loaded_slots,
@@ -55,6 +55,8 @@ enum Op {
     Forward,
     Accumulate,
     Embedding,
+    RowEmbeddings,
+    RowLogits,
     Experts(experts::Op),
     /// `y` is v.
     ShardedShrink,
@@ -140,7 +142,7 @@ struct Call {
 
 type Refusal = (Call, Option<OperandError>);
 
-const OPERATIONS: [(Op, Of); 18] = [
+const OPERATIONS: [(Op, Of); 20] = [
     (Op::AddDelta, Of::One),
     (Op::AddDelta, Of::Odd),
     (Op::WriteDelta, Of::One),
@@ -150,6 +152,8 @@ const OPERATIONS: [(Op, Of); 18] = [
     (Op::Forward, Of::Pair),
     (Op::Accumulate, Of::One),
     (Op::Embedding, Of::One),
+    (Op::RowEmbeddings, Of::One),
+    (Op::RowLogits, Of::One),
     (Op::Experts(experts::Op::AddGateUp), Of::Gated),
     (Op::Experts(experts::Op::WriteGateUp), Of::Gated),
     (Op::Experts(experts::Op::Activate(ACT)), Of::Gated),
@@ -175,6 +179,7 @@ struct Sites {
     uneven: LinearId,
     column: LinearId,
     embedding: EmbeddingId,
+    rows: RowsId,
     gated: ExpertsId,
     ungated: ExpertsId,
 }
@@ -187,8 +192,11 @@ impl World {
             let layer = |path, inputs| Linear::new(path, Parallel::Replicated, inputs);
             let column = Linear::new("column", Parallel::Column, FEATURES);
             let experts = |path| Experts::new(path, EXPERTS, ODD, INTER).top_k(TOP_K);
+            let one = spec.linear(layer("one", FEATURES).slice("m", OUTPUTS)).unwrap();
+            let rows = spec.embedding("rows", OUTPUTS, FEATURES).unwrap();
             let sites = Sites {
-                one: spec.linear(layer("one", FEATURES).slice("m", OUTPUTS)).unwrap(),
+                one,
+                rows: spec.trained_rows(rows, one, true).unwrap(),
                 odd: spec.linear(layer("odd", ODD).slice("m", OUTPUTS)).unwrap(),
                 pair: spec.linear(layer("pair", FEATURES).slice("gate", HALF).slice("up", HALF)).unwrap(),
                 uneven: spec.linear(layer("uneven", FEATURES).slice("gate", HALF).slice("up", HALF - 1)).unwrap(),
@@ -313,6 +321,7 @@ fn fitting(op: Op, of: Of) -> Call {
     };
     let [x, y, out] = match op {
         Op::SiluMul => [inputs, outputs, HALF].map(of_tokens),
+        Op::RowEmbeddings => [inputs, inputs, 1].map(of_tokens),
         Op::ShardedShrink => [of_tokens(inputs), of_tokens(EXCHANGED), of_tokens(1)],
         Op::ShardedExpand => [Place::new(2 * TOKENS, EXCHANGED), of_tokens(outputs), of_tokens(1)],
         Op::Experts(op) => {
@@ -383,7 +392,7 @@ fn of_any(op: Op, of: Of) -> Vec<Refusal> {
     let (got, want) = (TOKENS, TOKENS - 1);
     let fewer = match op {
         Op::Experts(_) => Some(OperandError::Tokens { got, want }),
-        Op::Embedding => Some(OperandError::Length { operand: "token_ids", got, want }),
+        Op::Embedding | Op::RowEmbeddings => Some(OperandError::Length { operand: "token_ids", got, want }),
         Op::ShardedExpand => call.x.refused("v", Place::new(2 * want, EXCHANGED)),
         _ => call.x.refused("x", Place::new(want, call.x.cols)),
     };
@@ -391,13 +400,13 @@ fn of_any(op: Op, of: Of) -> Vec<Refusal> {
 
     let first = match op {
         Op::Forward | Op::Accumulate => "W",
-        Op::Embedding | Op::ShardedExpand => "y",
+        Op::Embedding | Op::RowEmbeddings | Op::ShardedExpand => "y",
         _ => "x",
     };
     let types = [DType::BF16, DType::F16, DType::F16];
     calls.push((Call { types, ..call.clone() }, of_type(first, DType::F16, DType::BF16)));
     let x = if op == Op::ShardedExpand { "v" } else { "x" };
-    if op != Op::Embedding {
+    if !matches!(op, Op::Embedding | Op::RowEmbeddings) {
         calls.extend(call.x.misfits().map(|place| (Call { x: place, ..call.clone() }, place.refused(x, call.x))));
         let stride = call.x.len;
         let Place { rows, cols, .. } = call.x;
@@ -504,7 +513,7 @@ fn refusals() -> Vec<Refusal> {
     for (op, _) in OPERATIONS {
         match op {
             Op::Experts(op) => calls.extend(of_choices(op)),
-            Op::Embedding | Op::ShardedShrink | Op::ShardedExpand => {}
+            Op::Embedding | Op::RowEmbeddings | Op::RowLogits | Op::ShardedShrink | Op::ShardedExpand => {}
             op => calls.extend(of_slices(op)),
         }
     }
@@ -520,9 +529,10 @@ fn refusals() -> Vec<Refusal> {
     for (of, outputs) in [(Of::One, vec![OUTPUTS]), (Of::Uneven, vec![HALF, HALF - 1])] {
         calls.push((fitting(Op::SiluMul, of), Some(OperandError::GateUp { outputs })));
     }
-    for ids in [TOKENS - 1, TOKENS + 1] {
+    for (op, ids) in [Op::Embedding, Op::RowEmbeddings].into_iter().flat_map(|op| [(op, TOKENS - 1), (op, TOKENS + 1)])
+    {
         let error = OperandError::Length { operand: "token_ids", got: ids, want: TOKENS };
-        calls.push((Call { ids: vec![0; ids], ..fitting(Op::Embedding, Of::One) }, Some(error)));
+        calls.push((Call { ids: vec![0; ids], ..fitting(op, Of::One) }, Some(error)));
     }
     let activate = |act| fitting(Op::Experts(experts::Op::Activate(act)), Of::Ungated);
     calls.push((activate(ACT), Some(OperandError::Activation { activation: ACT.activation() })));
@@ -648,6 +658,14 @@ fn make_with<T: Value, U: Value>(backend: &Backend, world: &World, call: &Call) 
             Op::Embedding => {
                 let layer = LoraEmbedding::new(&own, world.sites(call.of).embedding)?;
                 layer.add_delta(&mut step, &ids, matrix_mut(y, call.y)?)?;
+            }
+            Op::RowEmbeddings => {
+                let rows = TrainedRows::new(&own, world.sites(call.of).rows)?;
+                rows.replace_embeddings(&mut step, &ids, matrix_mut(y, call.y)?)?;
+            }
+            Op::RowLogits => {
+                let rows = TrainedRows::new(&own, world.sites(call.of).rows)?;
+                rows.replace_logits(&mut step, matrix(x, call.x)?, matrix_mut(y, call.y)?)?;
             }
             Op::Experts(op) => {
                 let layer = LoraExperts::new(&own, world.experts(call.of))?;

@@ -14,7 +14,7 @@ pub use aril::{
     Element as Value,
     cpu::{
         AdapterPool, Filled, FullyShardedLinear, FusedLinear, LoraEmbedding, LoraExperts, LoraLinear, Matrix,
-        MatrixMut, Reservation, Staging, Step, Tiers, WeightTable, Workspace,
+        MatrixMut, Reservation, Staging, Step, Tiers, TrainedRows, WeightTable, Workspace,
     },
     routing::TopK,
 };

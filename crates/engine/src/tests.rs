@@ -517,12 +517,14 @@ fn an_adapter_applies_from_its_invocation_on<D: Platform<Elem = f32>>(tp: usize)
     }
 }
 
-const BATCHES: [(&str, &str, &str, usize); 10] = [
+const BATCHES: [(&str, &str, &str, usize); 12] = [
     ("base-only", "qwen3", "adapters", 3),
     ("mixed", "qwen3", "adapters", 16),
     ("one-question", "qwen3", "adapters", 10),
     ("alora", "qwen3", "adapters-alora", 6),
     ("untied", "qwen3-untied", "adapters-untied", 9),
+    ("rows", "qwen3", "adapters-rows", 7),
+    ("rows-untied", "qwen3-untied", "adapters-rows-untied", 7),
     ("moe", "qwen3-moe", "adapters-moe", 10),
     ("moe-int4", "qwen3-moe-int4", "adapters-moe", 8),
     ("moe-int8", "qwen3-moe-int8", "adapters-moe", 5),

@@ -20,7 +20,7 @@ use std::{
 use aril::{
     DType, Element,
     adapter::{
-        Adapter, BaseWeight, ImageEntry, Module, ModuleKind,
+        Adapter, BaseWeight, ImageEntry, Module, ModuleKind, TrainedRows,
         layout::{B, LinearA},
     },
     model::{ExpertsId, Model, ProjectionSite},
@@ -414,6 +414,8 @@ pub struct Weights<'a> {
     unread: BTreeSet<&'a str>,
     /// The modules to merge, except those of experts, by the model's paths.
     modules: BTreeMap<String, &'a Module>,
+    /// The trained rows to put in, by the model's paths.
+    rows: BTreeMap<String, &'a TrainedRows>,
     /// The modules not merged yet.
     unmerged: BTreeSet<String>,
     /// The factors of experts to merge.
@@ -426,11 +428,11 @@ impl<'a> Weights<'a> {
     pub fn new(checkpoint: &'a Checkpoint, packing: Option<Packing>) -> Self {
         let is_text = |name: &&str| !OTHER_PARTS.iter().any(|part| name.starts_with(part));
         let unread = checkpoint.tensors.keys().map(String::as_str).filter(is_text).collect();
-        let (modules, unmerged) = (BTreeMap::new(), BTreeSet::new());
-        Self { checkpoint, packing, unread, modules, unmerged, factors: None, scale: 1.0 }
+        let (modules, rows, unmerged) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        Self { checkpoint, packing, unread, modules, rows, unmerged, factors: None, scale: 1.0 }
     }
 
-    /// The weights with `scale · scaling · B A` added in `f32` to every module of the adapter.
+    /// The weights with `scale · scaling · B A` added in `f32` to every module of the adapter, and with its trained rows.
     pub(crate) fn merged(self, adapter: &'a Adapter, model: &Model, scale: f32) -> Result<Self> {
         let mut modules = BTreeMap::new();
         for module in adapter.modules() {
@@ -439,8 +441,20 @@ impl<'a> Weights<'a> {
                 modules.insert(path, module);
             }
         }
-        let unmerged = modules.keys().cloned().collect();
-        Ok(Self { modules, unmerged, factors: Some(Factors::new(adapter, model)?), scale, ..self })
+        let mut rows = BTreeMap::new();
+        for trained in adapter.trained_rows() {
+            rows.insert(trained.path_in(model)?, trained);
+        }
+        // A tied head has the rows of the embedding.
+        for site in model.rows_ids().map(|id| &model[id]).filter(|site| site.is_tied()) {
+            let head = model[site.head()].slices()[0].module();
+            let of_embedding = rows.get(model[site.embedding()].module());
+            if let Some(&trained) = of_embedding.filter(|rows| rows.is_tied()) {
+                rows.entry(head.to_owned()).or_insert(trained);
+            }
+        }
+        let unmerged = modules.keys().chain(rows.keys()).cloned().collect();
+        Ok(Self { modules, rows, unmerged, factors: Some(Factors::new(adapter, model)?), scale, ..self })
     }
 
     /// A block of the weight `[out, in]` of a linear module, or `[vocab, hidden]` of an embedding.
@@ -462,14 +476,18 @@ impl<'a> Weights<'a> {
         block: &Block,
     ) -> Result<Cow<'a, [T]>> {
         let name = format!("{stored}.weight");
-        let Some(&module) = self.modules.get(path) else {
+        let (module, rows) = (self.modules.get(path).copied(), self.rows.get(path).copied());
+        if module.is_none() && rows.is_none() {
             return match self.packed(stored) {
                 None => self.tensor(&name, &shape, block),
                 Some(_) => narrow(&name, &self.matrix(stored, shape, block)?).map(Cow::Owned),
             };
-        };
+        }
         let mut values = self.matrix(stored, shape, &Block::whole(&shape))?;
-        merge(&mut values, shape[1], module, self.scale)?;
+        module.map_or(Ok(()), |module| merge(&mut values, shape[1], module, self.scale))?;
+        for (&id, row) in rows.iter().flat_map(|rows| iter::zip(rows.ids(), rows.rows())) {
+            values[id as usize * shape[1]..][..shape[1]].copy_from_slice(&row);
+        }
         self.unmerged.remove(path);
         narrow(&name, &block.of(&values, shape[1])).map(Cow::Owned)
     }
@@ -566,9 +584,9 @@ impl<'a> Weights<'a> {
         Ok((shape, ExpertWeights::Plain(vec![Cow::Owned(narrow(&fused, &values)?)])))
     }
 
-    /// Whether the merged adapter has this module.
+    /// Whether the merged adapter changes this module.
     pub(crate) fn adapts(&self, path: &str) -> bool {
-        self.modules.contains_key(path)
+        self.modules.contains_key(path) || self.rows.contains_key(path)
     }
 
     /// Skips a tensor if it exists.

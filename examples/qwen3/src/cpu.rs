@@ -13,7 +13,7 @@ use aril::{
     Element, Slot,
     adapter::SlotImage,
     cpu,
-    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, TpRank},
+    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, RowsId, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::{Batch, TopK},
@@ -137,6 +137,7 @@ impl<T: Element> Device for Cpu<T> {
     type FusedLinear<'a> = Infallible;
     type Stack = Infallible;
     type LoraEmbedding = cpu::LoraEmbedding;
+    type TrainedRows = cpu::TrainedRows;
     type LoraExperts = cpu::LoraExperts;
     type Buffers = cpu::Workspace;
     type LoraStep<'a> = cpu::Step<'a>;
@@ -203,6 +204,10 @@ impl<T: Element> Device for Cpu<T> {
         Ok(cpu::LoraEmbedding::new(adapters, id)?)
     }
 
+    fn trained_rows(&self, adapters: &cpu::WeightTable, id: RowsId) -> Result<cpu::TrainedRows> {
+        Ok(cpu::TrainedRows::new(adapters, id)?)
+    }
+
     fn lora_experts(&self, adapters: &cpu::WeightTable, id: ExpertsId) -> Result<cpu::LoraExperts> {
         Ok(cpu::LoraExperts::new(adapters, id)?)
     }
@@ -266,6 +271,26 @@ impl<T: Element> Device for Cpu<T> {
         y: &mut Tensor<T>,
     ) -> Result<()> {
         Ok(layer.add_delta(step, bytemuck::cast_slice(ids), y.view_mut()?)?)
+    }
+
+    fn replace_embeddings(
+        &self,
+        rows: &cpu::TrainedRows,
+        step: &mut cpu::Step<'_>,
+        ids: &Vec<u32>,
+        y: &mut Tensor<T>,
+    ) -> Result<()> {
+        Ok(rows.replace_embeddings(step, bytemuck::cast_slice(ids), y.view_mut()?)?)
+    }
+
+    fn replace_logits(
+        &self,
+        rows: &cpu::TrainedRows,
+        step: &mut cpu::Step<'_>,
+        x: &Tensor<T>,
+        y: &mut Tensor<T>,
+    ) -> Result<()> {
+        Ok(rows.replace_logits(step, x.view()?, y.view_mut()?)?)
     }
 
     fn grouping(&self, _: RouteCapacity) -> Result<()> {

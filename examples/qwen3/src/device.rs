@@ -13,7 +13,7 @@ use aril::{
     Element, Slot,
     adapter::SlotImage,
     group::GroupPool,
-    model::{EmbeddingId, ExpertsId, LinearId, Model, TpRank},
+    model::{EmbeddingId, ExpertsId, LinearId, Model, RowsId, TpRank},
     plan::{Capacity, RouteCapacity},
     pool::{AdapterPool, Backend, PoolConfig, Source},
 };
@@ -208,6 +208,8 @@ pub trait Device: Sized + 'static {
     type Stack;
     /// `aril::{cpu, cuda}::LoraEmbedding`.
     type LoraEmbedding;
+    /// `aril::{cpu, cuda}::TrainedRows`.
+    type TrainedRows;
     /// `aril::{cpu, cuda}::LoraExperts`.
     type LoraExperts;
     /// The memory of a step: its routing on the device, and the workspace of the operations.
@@ -272,6 +274,8 @@ pub trait Device: Sized + 'static {
     fn place(&self, stack: &mut Self::Stack, step: &mut Self::LoraStep<'_>) -> Result<bool>;
     /// Those of an embedding.
     fn lora_embedding(&self, adapters: &Self::Adapters, id: EmbeddingId) -> Result<Self::LoraEmbedding>;
+    /// Those of trained rows.
+    fn trained_rows(&self, adapters: &Self::Adapters, id: RowsId) -> Result<Self::TrainedRows>;
     /// Those of the experts of a layer.
     fn lora_experts(&self, adapters: &Self::Adapters, id: ExpertsId) -> Result<Self::LoraExperts>;
     /// Buffers for any step on these adapters.
@@ -319,6 +323,22 @@ pub trait Device: Sized + 'static {
         layer: &Self::LoraEmbedding,
         step: &mut Self::LoraStep<'_>,
         ids: &Self::Indices,
+        y: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// `y[t] = R[ids[t]]` of the tokens whose adapters have trained such a row.
+    fn replace_embeddings(
+        &self,
+        rows: &Self::TrainedRows,
+        step: &mut Self::LoraStep<'_>,
+        ids: &Self::Indices,
+        y: &mut Self::Tensor,
+    ) -> Result<()>;
+    /// `y[t, id] = x[t] · R[id]`, rounded once, of the rows of the head that the tokens' adapters have trained.
+    fn replace_logits(
+        &self,
+        rows: &Self::TrainedRows,
+        step: &mut Self::LoraStep<'_>,
+        x: &Self::Tensor,
         y: &mut Self::Tensor,
     ) -> Result<()>;
     /// What groups the routes of a step, within these bounds.

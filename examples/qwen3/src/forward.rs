@@ -2,7 +2,8 @@
 //!
 //! Each call follows the base operation whose output it adds to: the embedding, the four GEMMs of a layer (q, k and v
 //! fused, or the projections of a gated delta net; the one behind them; gate and up fused; down), and the
-//! language-model head. In steps of few tokens on the GPU, a layer's GEMM
+//! language-model head; behind those of the embedding and the head, trained rows replace the base's. In steps of few
+//! tokens on the GPU, a layer's GEMM
 //! and its deltas are one call. In steps of many, the deltas of gate and up and the activation are one. In a layer with
 //! experts, the calls replace the activation and the combine, after two grouped GEMMs of any base. With many routes on
 //! the GPU they come before the base's activation and combine instead. The router is a linear layer, whose scores have
@@ -318,6 +319,7 @@ impl<D: Device> Model<'_, D> {
         let mut h = device.embed(&self.embed, ids)?;
         if lora.has_adapters {
             device.add_embedding_delta(&self.embed_lora, lora.step, ids, &mut h)?;
+            device.replace_embeddings(&self.rows, lora.step, ids, &mut h)?;
         }
         device.all_reduce(&mut h)?;
 
@@ -366,7 +368,10 @@ impl<D: Device> Model<'_, D> {
     pub fn logits(&self, state: &State<'_, D>, h: &D::Tensor, lora: &mut Lora<'_, '_, D>) -> Result<D::Tensor> {
         let x = self.device.rms_norm(h, &self.norm)?;
         let base = self.head.as_ref().unwrap_or(&self.embed);
-        let logits = self.linear(&x, (base, &self.head_lora), state.fused_head.as_ref(), lora)?;
+        let mut logits = self.linear(&x, (base, &self.head_lora), state.fused_head.as_ref(), lora)?;
+        if lora.has_adapters {
+            self.device.replace_logits(&self.rows, lora.step, &x, &mut logits)?;
+        }
         self.device.all_gather(logits, self.config.vocab)
     }
 

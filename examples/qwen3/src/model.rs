@@ -5,7 +5,9 @@ use std::{borrow::Cow, cell::RefCell, ops::Range, sync::Arc};
 use aril::{
     Element, Slot,
     adapter::{Adapter, SlotImage},
-    model::{self, EmbeddingId, ExpertsId, ExpertsSite, LinearId, LinearSite, ModelSpec, Parallel, Shard, TpRank},
+    model::{
+        self, EmbeddingId, ExpertsId, ExpertsSite, LinearId, LinearSite, ModelSpec, Parallel, RowsId, Shard, TpRank,
+    },
     plan::{Capacity, RouteCapacity},
 };
 
@@ -46,6 +48,8 @@ pub struct Model<'d, D: Device> {
     pub head: Option<D::Weight>,
     pub(crate) head_id: LinearId,
     pub(crate) head_lora: D::LoraLinear,
+    /// Those that adapters have in the place of the embedding's and of the head's.
+    pub(crate) rows: D::TrainedRows,
     /// The table of the adapters.
     pub adapters: D::Adapters,
     /// That of the linear layers, if the device has one.
@@ -212,6 +216,7 @@ impl<'d, D: Device> Model<'d, D> {
             head,
             head_id: sites.head,
             head_lora: device.lora_linear(&table, sites.head)?,
+            rows: device.trained_rows(&table, sites.rows)?,
             adapters: table,
             stack: None,
         })
@@ -440,6 +445,7 @@ struct Sites {
     embed: EmbeddingId,
     layers: Vec<LayerSites>,
     head: LinearId,
+    rows: RowsId,
 }
 
 #[derive(Debug)]
@@ -544,6 +550,7 @@ pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
         layers.push(LayerSites { input, output, mlp });
     }
     let head = spec.linear(Linear::new("", Parallel::Column, hidden).vocab(HEAD, vocab, padded))?;
+    let rows = spec.trained_rows(embed, head, config.tied)?;
     let mut shard = if fully_sharded { Shard::new(tp).fully_sharded() } else { Shard::new(tp) };
     if expert_parallel {
         shard = shard.experts_tp(TpRank::SINGLE);
@@ -554,7 +561,7 @@ pub fn describe(config: &Config, split: impl Into<Split>) -> Result<Described> {
             }
         }
     }
-    Ok(Described { model: spec.shard(shard)?, sites: Sites { embed, layers, head } })
+    Ok(Described { model: spec.shard(shard)?, sites: Sites { embed, layers, head, rows } })
 }
 
 /// The experts of a rank: consecutive ones, of which the first ranks have one more if they cannot be divided evenly.

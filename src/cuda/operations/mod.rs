@@ -6,6 +6,7 @@ mod fully_sharded;
 mod fused_linear;
 mod grouping;
 mod linear;
+mod rows;
 mod stack;
 
 pub(in crate::cuda) use self::grouping::Groups;
@@ -16,5 +17,6 @@ pub use self::{
     fused_linear::FusedLinear,
     grouping::{GroupedRoutes, Grouping, TopK},
     linear::{LoraLinear, Shrunk},
+    rows::TrainedRows,
     stack::Stack,
 };

@@ -38,7 +38,8 @@ impl Descriptor {
     /// The descriptors of a slot, `[num_entries]`, for an adapter whose block is at the address `block`.
     ///
     /// In the descriptors of what experts have in common ([`ProjectionSite`](crate::model::ProjectionSite)), the rank
-    /// is the largest of the experts', a factor that is not shared is null, and the scaling is 1.
+    /// is the largest of the experts', a factor that is not shared is null, and the scaling is 1. In those of trained
+    /// rows ([`RowsSite`](crate::model::RowsSite)), A are the ids, B are the rows, and the rank is their number.
     ///
     /// ```
     /// use aril::{DType, adapter::{Adapter, Tensor, layout::LinearA}, cuda::raw::Descriptor, model::{Experts, ModelSpec, Shard, TpRank}};
@@ -70,6 +71,10 @@ impl Descriptor {
         for entry in image.entries() {
             let (a, b) = (at(entry.a_elems), at(entry.b_elems));
             row[entry.entry] = Self { a, b, rank: rank(entry.rank), scaling: entry.scaling };
+        }
+        for rows in image.rows() {
+            let (a, b, count) = (at(rows.ids_elems), at(rows.rows_elems), i32::try_from(rows.count).unwrap_or(0));
+            row[rows.entry] = Self { a, b, rank: count, scaling: 1.0 };
         }
         for shared in image.shared() {
             let [a, b] = [shared.a_elems, shared.b_elems].map(|elems| elems.map_or(0, at));

@@ -7,9 +7,9 @@ use aril::{
     adapter::SlotImage,
     cuda::{
         self, AdapterPool, Buffer, FullyShardedLinear, FusedLinear, Grouping, LoraEmbedding, LoraExperts, LoraLinear,
-        Routing, WeightTable, Workspace,
+        Routing, TrainedRows, WeightTable, Workspace,
     },
-    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, SliceSite, TpRank},
+    model::{Activation, Collective, EmbeddingId, Exchange, ExpertsId, LinearId, Model, RowsId, SliceSite, TpRank},
     plan::{Capacity, ForwardPlan, Mode, RouteCapacity},
     pool::{PoolConfig, StreamId},
     routing::Batch,
@@ -116,6 +116,7 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
     type FusedLinear<'a> = Fused<'a, T>;
     type Stack = cuda::Stack;
     type LoraEmbedding = LoraEmbedding;
+    type TrainedRows = TrainedRows;
     type LoraExperts = LoraExperts;
     type Buffers = Buffers;
     type LoraStep<'a> = cuda::Step<'a>;
@@ -226,6 +227,10 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
 
     fn lora_embedding(&self, adapters: &WeightTable, id: EmbeddingId) -> Result<LoraEmbedding> {
         Ok(LoraEmbedding::new(adapters, id)?)
+    }
+
+    fn trained_rows(&self, adapters: &WeightTable, id: RowsId) -> Result<TrainedRows> {
+        Ok(TrainedRows::new(adapters, id)?)
     }
 
     fn lora_experts(&self, adapters: &WeightTable, id: ExpertsId) -> Result<LoraExperts> {
@@ -340,6 +345,26 @@ impl<T: Element + DeviceRepr> Device for Cuda<T> {
         y: &mut Matrix<T>,
     ) -> Result<()> {
         Ok(layer.add_delta(step, ids.view(), y.operand_mut()?)?)
+    }
+
+    fn replace_embeddings(
+        &self,
+        rows: &TrainedRows,
+        step: &mut cuda::Step<'_>,
+        ids: &Matrix<i32>,
+        y: &mut Matrix<T>,
+    ) -> Result<()> {
+        Ok(rows.replace_embeddings(step, ids.view(), y.operand_mut()?)?)
+    }
+
+    fn replace_logits(
+        &self,
+        rows: &TrainedRows,
+        step: &mut cuda::Step<'_>,
+        x: &Matrix<T>,
+        y: &mut Matrix<T>,
+    ) -> Result<()> {
+        Ok(rows.replace_logits(step, x.operand()?, y.operand_mut()?)?)
     }
 
     fn grouping(&self, capacity: RouteCapacity) -> Result<Grouping> {

@@ -20,10 +20,21 @@ pub(crate) const F32_TOLERANCE: f32 = 1e-3;
 /// The least by which an effective adapter changes the logits.
 pub(crate) const FLOOR: f32 = 0.5;
 
-/// The last five are a model with experts, the same with weights in 4 and in 8 bits, and with adapters that change its
+/// The ones with rows are of adapters with trained rows. The last five are a model with experts, the same with weights in 4 and in 8 bits, and with adapters that change its
 /// routers; and one that also has gated delta nets.
-pub(crate) const BATCHES: [&str; 9] =
-    ["base-only", "mixed", "one-question", "untied", "moe", "moe-int4", "moe-int8", "moe-router", "hybrid"];
+pub(crate) const BATCHES: [&str; 11] = [
+    "base-only",
+    "mixed",
+    "one-question",
+    "untied",
+    "rows",
+    "rows-untied",
+    "moe",
+    "moe-int4",
+    "moe-int8",
+    "moe-router",
+    "hybrid",
+];
 
 /// The largest difference of 16-bit logits from transformers' in the same type. The largest measured ones are 0.19 and
 /// 0.023, for models with experts on the CPU. Each side's rounding alone may reach these bounds.
@@ -37,10 +48,11 @@ fn most_by_rounding(dtype: &str) -> f32 {
 
 /// The batches, and the ranks of groups that their models' heads can be split over. Of 4 or 5 ranks, several have the
 /// same kv head.
-const RANKS: [(&str, usize); 12] = [
+const RANKS: [(&str, usize); 14] = [
     ("base-only", 2),
     ("mixed", 2),
     ("one-question", 2),
+    ("rows", 2),
     ("moe", 2),
     ("moe-int4", 2),
     ("moe-int8", 2),
@@ -50,6 +62,7 @@ const RANKS: [(&str, usize); 12] = [
     ("moe", 4),
     ("moe-int4", 4),
     ("untied", 5),
+    ("rows-untied", 5),
 ];
 
 /// The batches of models with 8 experts, and the ranks that these are spread over.
@@ -263,6 +276,8 @@ fn base_requests(batch: &str) -> (Vec<usize>, Vec<Value>) {
 pub(crate) fn models(batch: &str) -> (&'static str, &'static str) {
     match batch {
         "untied" => ("qwen3-untied", "adapters-untied"),
+        "rows" => ("qwen3", "adapters-rows"),
+        "rows-untied" => ("qwen3-untied", "adapters-rows-untied"),
         "moe" => ("qwen3-moe", "adapters-moe"),
         "moe-int4" => ("qwen3-moe-int4", "adapters-moe"),
         "moe-int8" => ("qwen3-moe-int8", "adapters-moe"),
