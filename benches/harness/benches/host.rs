@@ -100,7 +100,7 @@ fn admission(criterion: &mut Criterion) {
         let arrive = |admission: &mut Admission<usize, usize>, id: usize| {
             // Adapters with small numbers are asked for most.
             let adapter = (id * 7919 % ADAPTERS) * (id * 104_729 % ADAPTERS) / ADAPTERS;
-            admission.enqueue(Request::new(id, adapter, 1, Duration::from_micros(id as u64))).expect("the id is new");
+            admission.enqueue(Request::new(id, adapter, Duration::from_micros(id as u64))).expect("the id is new");
         };
         let admit = |admission: &mut Admission<usize, usize>, running: &mut VecDeque<usize>| {
             let now = Duration::from_secs(10);

@@ -156,13 +156,13 @@ impl<'m, D: Capture> Engine<'m, D> {
     /// The pool's, if it cannot hold the adapter.
     pub fn add_adapter(&mut self, mut source: Source, is_pinned: bool) -> std::result::Result<Load, PoolError> {
         let invocation = source.take_invocation();
-        let (bytes, keeps_routers) = (source.bytes(), !self.runner.model.routers().any(|router| source.adapts(router)));
+        let keeps_routers = !self.runner.model.routers().any(|router| source.adapts(router));
         let version = self.pool.load(source)?;
         let load = version.load.clone();
         if is_pinned {
             self.pool.pin(load.id())?;
         }
-        self.scheduler.add_version(version, invocation, bytes, keeps_routers);
+        self.scheduler.add_version(version, invocation, keeps_routers);
         Ok(load)
     }
 

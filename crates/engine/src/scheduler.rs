@@ -113,7 +113,6 @@ struct Version {
     _registered: pool::Version,
     /// Unless it applies to whole sequences.
     invocation: Option<Invocation>,
-    bytes: usize,
     /// Whether it has no factors of a router.
     keeps_routers: bool,
     /// Waiting and running requests.
@@ -184,18 +183,10 @@ impl Scheduler {
         }
     }
 
-    /// Adds a version of an adapter, of `bytes` bytes, which may apply from an invocation on, and may have no factors
-    /// of a router.
-    pub(crate) fn add_version(
-        &mut self,
-        version: pool::Version,
-        invocation: Option<Invocation>,
-        bytes: usize,
-        keeps_routers: bool,
-    ) {
+    /// Adds a version of an adapter, which may apply from an invocation on, and may have no factors of a router.
+    pub(crate) fn add_version(&mut self, version: pool::Version, invocation: Option<Invocation>, keeps_routers: bool) {
         let id = version.load.id();
-        let version =
-            Version { _registered: version, invocation, bytes, keeps_routers, requests: 0, is_retired: false };
+        let version = Version { _registered: version, invocation, keeps_routers, requests: 0, is_retired: false };
         self.versions.insert(id, version);
     }
 
@@ -243,7 +234,7 @@ impl Scheduler {
                     pool.retry(adapter).map_err(|error| failure(&error))?;
                 }
                 watch(&mut self.loads, adapter, pool);
-                admission::Request::new(id, adapter, version.bytes, now)
+                admission::Request::new(id, adapter, now)
             }
         };
         self.admission.enqueue(entry)?;

@@ -5,10 +5,10 @@
 //!
 //! # Limits
 //!
-//! The adapters of all running requests, with those admitted in the same call, are at most [`Limits::new`]'s number and
-//! have at most [`Limits::bytes`] bytes. A request runs from its admission until it finishes or is preempted, whether
-//! or not a step computes anything of it: a chunked prefill is a running request between its chunks, is never offered
-//! again, and so is never skipped for lack of room. Requests for the base model need no room.
+//! The adapters of all running requests, with those admitted in the same call, are at most [`Limits::new`]'s number. A
+//! request runs from its admission until it finishes or is preempted, whether or not a step computes anything of it: a
+//! chunked prefill is a running request between its chunks, is never offered again, and so is never skipped for lack of
+//! room. Requests for the base model need no room.
 //!
 //! # Order
 //!
@@ -17,10 +17,9 @@
 //! 1. *Overdue* requests, which have waited for [`max_wait`](Limits::new) or longer, oldest first. One whose adapter
 //!    does not fit *blocks*: no further adapter enters the batch before it.
 //! 2. Requests for the base model and for adapters of the batch, oldest first. They cost no room and no load. While an
-//!    overdue request is blocked, the adapters that must leave for it *drain*: they accept no further request.
+//!    overdue request is blocked, an adapter of the batch *drains* for it: it accepts no further request.
 //! 3. If none is blocked, the adapters that fit, by their oldest request, each with all of its requests. So that an
-//!    adapter that is large or still loading does not hold up others, up to as many adapters as a batch may hold are
-//!    passed over.
+//!    adapter that is still loading does not hold up others, up to as many adapters as a batch may hold are passed over.
 //!
 //! # No request starves
 //!
@@ -32,10 +31,10 @@
 //! max_wait + (k + 1) · (longest + step)
 //! ```
 //!
-//! no matter how many younger requests arrive. For the oldest overdue request that is blocked, some adapters of the
-//! batch drain, the same ones until it is admitted. Their requests end within `longest`, no other adapter takes their
-//! room, and the next `admit` takes it; the `k` older requests are admitted one after another in the same way.
-//! Preempted requests keep their age, and count among the older ones.
+//! no matter how many younger requests arrive. For the oldest overdue request that is blocked, an adapter of the batch
+//! drains, the same one until it is admitted. Its requests end within `longest`, no other adapter takes its room, and
+//! the next `admit` takes it; the `k` older requests are admitted one after another in the same way. Preempted requests
+//! keep their age, and count among the older ones.
 //!
 //! # Loading
 //!
@@ -51,7 +50,7 @@
 //! let mut admission = Admission::new(Limits::new(2, Duration::from_secs(1)));
 //! let ms = Duration::from_millis;
 //! for (id, adapter, arrival) in [(0, "a", ms(0)), (1, "b", ms(1)), (2, "c", ms(2)), (3, "a", ms(3))] {
-//!     admission.enqueue(Request::new(id, adapter, 1 << 20, arrival))?;
+//!     admission.enqueue(Request::new(id, adapter, arrival))?;
 //! }
 //! admission.enqueue(Request::base(4, ms(4)))?;
 //!
@@ -100,22 +99,19 @@ pub struct Request<R, A> {
     pub id: R,
     /// Its adapter; `None` for the base model.
     pub adapter: Option<A>,
-    /// Size of its adapter, in bytes. The same in all requests of the adapter.
-    pub bytes: usize,
     /// When it arrived, since any moment that the engine chooses.
     pub arrival: Duration,
 }
 
 impl<R, A> Request<R, A> {
-    /// A request for an adapter of `bytes` bytes, which is the size of its [`Source`](aril::pool::Source::bytes).
-    /// `arrival` counts from any moment, the same one for all requests.
-    pub const fn new(id: R, adapter: A, bytes: usize, arrival: Duration) -> Self {
-        Self { id, adapter: Some(adapter), bytes, arrival }
+    /// A request for an adapter. `arrival` counts from any moment, the same one for all requests.
+    pub const fn new(id: R, adapter: A, arrival: Duration) -> Self {
+        Self { id, adapter: Some(adapter), arrival }
     }
 
     /// A request for the base model.
     pub const fn base(id: R, arrival: Duration) -> Self {
-        Self { id, adapter: None, bytes: 0, arrival }
+        Self { id, adapter: None, arrival }
     }
 }
 
@@ -189,8 +185,8 @@ struct Call<A> {
     skipped: Vec<Option<A>>,
     /// Those of them whose room is kept.
     kept: Vec<A>,
-    /// Adapters of the batch that accept no further request, because a blocked one needs their room.
-    draining: Vec<A>,
+    /// The adapter of the batch that accepts no further request, because a blocked one needs its room.
+    draining: Option<A>,
 }
 
 /// [`Answer::Stop`].
@@ -213,11 +209,10 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// Adds a waiting request. Requests may be added in any order of their arrivals.
     ///
     /// # Errors
-    /// [`AdmissionError::Duplicate`], [`AdmissionError::NeverFits`] or [`AdmissionError::Bytes`].
+    /// [`AdmissionError::Duplicate`] or [`AdmissionError::NoAdapters`].
     pub fn enqueue(&mut self, request: Request<R, A>) -> Result<(), AdmissionError> {
-        let (bytes, Limits { max_adapters, max_bytes, .. }) = (request.bytes, self.limits);
-        if request.adapter.is_some() && (max_adapters == 0 || bytes > max_bytes) {
-            return Err(AdmissionError::NeverFits { bytes, max_adapters, max_bytes });
+        if request.adapter.is_some() && self.limits.max_adapters == 0 {
+            return Err(AdmissionError::NoAdapters);
         }
         self.queue.add(request)
     }
@@ -228,13 +223,16 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
     /// The time is that of the offers, each with at most a search among the adapters of a batch. Besides those that it
     /// takes or fails, an engine is offered at most `2 * max_adapters + 3` requests, however many are waiting.
     pub fn admit(&mut self, now: Duration, mut offer: impl FnMut(&Request<R, A>) -> Answer) {
-        let mut call = Call { skipped: Vec::new(), kept: Vec::new(), draining: Vec::new() };
+        let mut call = Call { skipped: Vec::new(), kept: Vec::new(), draining: None };
         // Stopped is one of the ways in which a call ends.
         let _: Result<(), Stopped> = (|| {
-            let blocked = self.admit_overdue(now, &mut call, &mut offer)?;
-            call.draining = blocked.map_or_else(Vec::new, |blocked| self.leaving_for(&blocked, &call.kept));
+            let is_blocked = self.admit_overdue(now, &mut call, &mut offer)?;
+            if is_blocked {
+                // The one whose youngest request has run for longest, and so the same one in the next calls.
+                call.draining = self.queue.batch().iter().copied().min_by_key(|adapter| self.queue.last_start(adapter));
+            }
             self.admit_to_batch(&mut call, &mut offer)?;
-            if blocked.is_none() { self.admit_adapters(&mut call, &mut offer) } else { Ok(()) }
+            if is_blocked { Ok(()) } else { self.admit_adapters(&mut call, &mut offer) }
         })();
     }
 
@@ -279,11 +277,6 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         self.queue.batch()
     }
 
-    /// Size of the adapters of the running requests, in bytes.
-    pub fn batch_bytes(&self) -> usize {
-        self.queue.batch_bytes()
-    }
-
     /// Running requests.
     pub fn num_running(&self) -> usize {
         self.queue.num_running()
@@ -294,13 +287,13 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         self.queue.num_waiting()
     }
 
-    /// Offers overdue requests, oldest first. Returns the adapter of the first one that does not fit.
+    /// Offers overdue requests, oldest first, up to one whose adapter does not fit. Returns whether there is one.
     fn admit_overdue(
         &mut self,
         now: Duration,
         call: &mut Call<A>,
         offer: &mut impl FnMut(&Request<R, A>) -> Answer,
-    ) -> Result<Option<A>, Stopped> {
+    ) -> Result<bool, Stopped> {
         let mut after = Unbounded;
         while let Some((key, adapter)) = self.queue.next_head(after) {
             if now.saturating_sub(key.arrival()) < self.limits.max_wait {
@@ -308,26 +301,14 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
             }
             after = Excluded(key);
             let new = adapter.filter(|adapter| !self.queue.is_in_batch(adapter));
-            if let Some(new) = new.filter(|new| !self.fits(new, &call.kept, &[])) {
-                return Ok(Some(new));
+            if new.is_some() && !self.has_room(call) {
+                return Ok(true);
             }
             if self.offer(key, adapter, call, offer)? == Offered::Skipped {
                 call.kept.extend(new);
             }
         }
-        Ok(None)
-    }
-
-    /// The adapters that leave the batch for `blocked`: those whose youngest request has run for longest, until there
-    /// is room.
-    ///
-    /// The next calls choose the same ones, as far as they are still needed, because only the others start requests.
-    fn leaving_for(&self, blocked: &A, kept: &[A]) -> Vec<A> {
-        let mut batch = self.queue.batch().to_vec();
-        batch.sort_by_cached_key(|adapter| self.queue.last_start(adapter));
-        let needed = (0..batch.len()).find(|&needed| self.fits(blocked, kept, &batch[..needed]));
-        batch.truncate(needed.unwrap_or(batch.len()));
-        batch
+        Ok(false)
     }
 
     /// Offers requests that need no further adapter, oldest first.
@@ -337,7 +318,7 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         offer: &mut impl FnMut(&Request<R, A>) -> Answer,
     ) -> Result<(), Stopped> {
         loop {
-            let adapters = self.queue.batch().iter().filter(|adapter| !call.draining.contains(adapter));
+            let adapters = self.queue.batch().iter().filter(|adapter| call.draining != Some(**adapter));
             let open = adapters.copied().map(Some).chain([None]).filter(|adapter| !call.skipped.contains(adapter));
             let oldest = open.filter_map(|adapter| Some((self.queue.head_of(adapter)?, adapter)));
             let Some((key, adapter)) = oldest.min_by_key(|(key, _)| *key) else { return Ok(()) };
@@ -352,19 +333,13 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         offer: &mut impl FnMut(&Request<R, A>) -> Answer,
     ) -> Result<(), Stopped> {
         let (mut after, mut passed_over) = (Unbounded, 0);
-        while passed_over <= self.limits.max_adapters
-            && self.queue.batch().len() + call.kept.len() < self.limits.max_adapters
-        {
+        while passed_over <= self.limits.max_adapters && self.has_room(call) {
             let Some((key, adapter)) = self.queue.next_head(after) else { break };
             after = Excluded(key);
-            let Some(new) = adapter.filter(|new| !self.queue.is_in_batch(new) && !call.skipped.contains(&adapter))
-            else {
+            if adapter.is_none_or(|new| self.queue.is_in_batch(&new)) || call.skipped.contains(&adapter) {
                 continue;
-            };
-            let mut offered = Offered::Skipped;
-            if self.fits(&new, &call.kept, &[]) {
-                offered = self.offer(key, adapter, call, offer)?;
             }
+            let mut offered = self.offer(key, adapter, call, offer)?;
             passed_over += usize::from(offered == Offered::Skipped);
             while offered != Offered::Skipped {
                 let Some(next) = self.queue.head_of(adapter) else { break };
@@ -402,12 +377,8 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Admission<R, A> {
         }
     }
 
-    /// Whether a batch has room for one more adapter, beside those whose room is kept and without those that leave.
-    fn fits(&self, new: &A, kept: &[A], leaving: &[A]) -> bool {
-        let bytes = |adapters: &[A]| adapters.iter().map(|adapter| self.queue.bytes(adapter)).sum::<usize>();
-        let adapters = self.queue.batch().len() - leaving.len() + kept.len() + 1;
-        let used = self.queue.batch_bytes() - bytes(leaving) + bytes(kept);
-        let bytes = used.checked_add(self.queue.bytes(new));
-        adapters <= self.limits.max_adapters && bytes.is_some_and(|bytes| bytes <= self.limits.max_bytes)
+    /// Whether a batch has room for one more adapter, beside those whose room is kept.
+    fn has_room(&self, call: &Call<A>) -> bool {
+        self.queue.batch().len() + call.kept.len() < self.limits.max_adapters
     }
 }

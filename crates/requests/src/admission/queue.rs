@@ -30,7 +30,6 @@ pub(super) struct Queue<R, A> {
     heads: BTreeMap<Key, Option<A>>,
     /// The adapters of running requests, by entry.
     batch: Vec<A>,
-    batch_bytes: usize,
     num_running: usize,
     last_number: u64,
     last_start: u64,
@@ -46,7 +45,6 @@ struct Place<A> {
 /// The requests of an adapter, or of the base model.
 #[derive(Clone, Debug)]
 struct Group<R, A> {
-    bytes: usize,
     waiting: BTreeMap<Key, Request<R, A>>,
     running: HashMap<R, Request<R, A>>,
     /// The number of the last start among all starts.
@@ -60,7 +58,6 @@ impl<R, A> Default for Queue<R, A> {
             groups: HashMap::new(),
             heads: BTreeMap::new(),
             batch: Vec::new(),
-            batch_bytes: 0,
             num_running: 0,
             last_number: 0,
             last_start: 0,
@@ -73,14 +70,11 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Queue<R, A> {
         if self.requests.contains_key(&request.id) {
             return Err(AdmissionError::Duplicate);
         }
-        let (adapter, bytes) = (request.adapter, request.bytes);
-        if let Some(known) = self.groups.get(&adapter).map(|group| group.bytes).filter(|known| *known != bytes) {
-            return Err(AdmissionError::Bytes { bytes, known });
-        }
+        let adapter = request.adapter;
         self.last_number += 1;
         let key = Key { arrival: request.arrival, number: self.last_number };
         self.requests.insert(request.id.clone(), Place { key, adapter, is_running: false });
-        let new = || Group { bytes, waiting: BTreeMap::new(), running: HashMap::new(), last_start: 0 };
+        let new = || Group { waiting: BTreeMap::new(), running: HashMap::new(), last_start: 0 };
         self.groups.entry(adapter).or_insert_with(new);
         self.with_group(adapter, |group| group.waiting.insert(key, request));
         Ok(())
@@ -101,7 +95,6 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Queue<R, A> {
         self.num_running += 1;
         if let Some(entering) = adapter.filter(|adapter| self.group(Some(*adapter)).running.len() == 1) {
             self.batch.push(entering);
-            self.batch_bytes += self.bytes(&entering);
         }
     }
 
@@ -120,7 +113,6 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Queue<R, A> {
         self.num_running -= 1;
         if let Some(leaving) = adapter.filter(|adapter| !self.is_in_batch(adapter)) {
             self.batch.retain(|adapter| *adapter != leaving);
-            self.batch_bytes -= self.bytes(&leaving);
         }
         Ok(())
     }
@@ -159,11 +151,6 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Queue<R, A> {
         self.groups.get(&Some(*adapter)).is_some_and(|group| !group.running.is_empty())
     }
 
-    /// Size of an adapter that has requests, in bytes.
-    pub(super) fn bytes(&self, adapter: &A) -> usize {
-        self.group(Some(*adapter)).bytes
-    }
-
     /// Orders adapters of the batch by the start of their youngest request.
     pub(super) fn last_start(&self, adapter: &A) -> u64 {
         self.group(Some(*adapter)).last_start
@@ -171,10 +158,6 @@ impl<R: Clone + Eq + Hash, A: Copy + Eq + Hash> Queue<R, A> {
 
     pub(super) fn batch(&self) -> &[A] {
         &self.batch
-    }
-
-    pub(super) fn batch_bytes(&self) -> usize {
-        self.batch_bytes
     }
 
     pub(super) fn num_running(&self) -> usize {

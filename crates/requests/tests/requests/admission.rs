@@ -16,13 +16,8 @@ fn ms(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
-/// An adapter's size, in bytes: a few sizes among many adapters.
-fn bytes(adapter: Adapter) -> usize {
-    [10, 20, 40, 80][adapter as usize % 4]
-}
-
 fn request(id: u32, adapter: Option<Adapter>, arrival: Duration) -> Request<u32, Adapter> {
-    adapter.map_or(Request::base(id, arrival), |adapter| Request::new(id, adapter, bytes(adapter), arrival))
+    adapter.map_or(Request::base(id, arrival), |adapter| Request::new(id, adapter, arrival))
 }
 
 /// Requests that arrive one after another, each a millisecond after the last.
@@ -48,14 +43,14 @@ fn admit(admission: &mut Admission<u32, Adapter>, now: u64) -> Vec<u32> {
 fn requests_of_the_batch_come_first_and_adapters_stay_together() {
     let mut admission = waiting(Limits::new(2, FOREVER), &[Some(1), Some(2), Some(3), None, Some(1), Some(2)]);
     assert_eq!(admit(&mut admission, 10), [3, 0, 4, 1, 5]);
-    assert_eq!((admission.batch(), admission.batch_bytes()), (&[1, 2][..], 60));
+    assert_eq!(admission.batch(), [1, 2]);
     assert_eq!((admission.num_running(), admission.num_waiting()), (5, 1));
     // An adapter leaves with its last request.
     admission.finish(&0).unwrap();
     assert_eq!(admit(&mut admission, 11), [0; 0]);
     admission.finish(&4).unwrap();
     assert_eq!(admit(&mut admission, 12), [2]);
-    assert_eq!((admission.batch(), admission.batch_bytes()), (&[2, 3][..], 120));
+    assert_eq!(admission.batch(), [2, 3]);
 }
 
 /// Whether it is overdue or not, the next request of its adapter is offered, and its room is not kept.
@@ -73,14 +68,6 @@ fn a_request_that_fails_is_forgotten() {
         assert_eq!((admission.num_running(), admission.num_waiting()), (2, 0));
         assert_eq!(admission.cancel(&0), Err(AdmissionError::Unknown));
     }
-}
-
-#[test]
-fn adapters_share_bytes() {
-    // 80, 10, 80 and 20 bytes.
-    let mut admission = waiting(Limits::new(3, FOREVER).bytes(120), &[Some(3), Some(0), Some(7), Some(1)]);
-    assert_eq!(admit(&mut admission, 10), [0, 1, 3], "the second of 80 bytes is passed over");
-    assert_eq!(admission.batch_bytes(), 110);
 }
 
 #[test]
@@ -138,18 +125,16 @@ fn an_overdue_request_drains_the_batch() {
 
 #[test]
 fn a_drain_takes_the_adapter_that_started_first_and_no_more() {
-    for limits in [Limits::new(2, ms(100)), Limits::new(9, ms(100)).bytes(100)] {
-        let mut admission = waiting(limits, &[Some(1), Some(2)]);
-        assert_eq!(admit(&mut admission, 1), [0, 1]);
-        admission.enqueue(request(2, Some(3), ms(2))).unwrap();
-        admission.enqueue(request(3, Some(1), ms(3))).unwrap();
-        assert_eq!(admit(&mut admission, 3), [3]);
-        admission.enqueue(request(4, Some(1), ms(100))).unwrap();
-        admission.enqueue(request(5, Some(2), ms(100))).unwrap();
-        assert_eq!(admit(&mut admission, 102), [4], "the place of adapter 2 is enough");
-        admission.finish(&1).unwrap();
-        assert_eq!(admit(&mut admission, 103), [2]);
-    }
+    let mut admission = waiting(Limits::new(2, ms(100)), &[Some(1), Some(2)]);
+    assert_eq!(admit(&mut admission, 1), [0, 1]);
+    admission.enqueue(request(2, Some(3), ms(2))).unwrap();
+    admission.enqueue(request(3, Some(1), ms(3))).unwrap();
+    assert_eq!(admit(&mut admission, 3), [3]);
+    admission.enqueue(request(4, Some(1), ms(100))).unwrap();
+    admission.enqueue(request(5, Some(2), ms(100))).unwrap();
+    assert_eq!(admit(&mut admission, 102), [4], "the place of adapter 2 is enough");
+    admission.finish(&1).unwrap();
+    assert_eq!(admit(&mut admission, 103), [2]);
 }
 
 #[test]
@@ -164,9 +149,8 @@ fn a_drain_ends_when_its_request_is_cancelled() {
 
 #[test]
 fn the_room_of_an_overdue_adapter_that_is_loading_is_kept() {
-    // One adapter, or 80 bytes, of which the first one takes all and the others have 80, 10 and 80.
-    for limits in [Limits::new(1, ms(100)), Limits::new(4, ms(100)).bytes(80), Limits::new(4, ms(0)).bytes(80)] {
-        let mut admission = waiting(limits, &[Some(3), Some(7), Some(0), Some(11)]);
+    for max_wait in [100, 0] {
+        let mut admission = waiting(Limits::new(1, ms(max_wait)), &[Some(3), Some(7), Some(0), Some(11)]);
         // All of them overdue, and the first alone.
         for now in [200, 100] {
             let mut offered = Vec::new();
@@ -174,11 +158,11 @@ fn the_room_of_an_overdue_adapter_that_is_loading_is_kept() {
                 offered.push(request.id);
                 Answer::Skip
             });
-            assert_eq!((offered, admission.batch()), (vec![0], &[][..]), "{limits:?} at {now} ms");
+            assert_eq!((offered, admission.batch()), (vec![0], &[][..]), "{max_wait} at {now} ms");
         }
-        assert_eq!(admit(&mut admission, 101), [0], "{limits:?}");
+        assert_eq!(admit(&mut admission, 101), [0], "{max_wait}");
         admission.finish(&0).unwrap();
-        assert_eq!(admit(&mut admission, 300), [1], "{limits:?}");
+        assert_eq!(admit(&mut admission, 300), [1], "{max_wait}");
     }
 }
 
@@ -202,14 +186,11 @@ fn adapters_are_prefetched_in_the_order_in_which_they_enter() {
 
 #[test]
 fn errors_say_what_is_wrong_and_change_nothing() {
-    let mut admission = waiting(Limits::new(2, FOREVER).bytes(80), &[Some(1), Some(2)]);
+    let mut admission = waiting(Limits::new(2, FOREVER), &[Some(1), Some(2)]);
     assert_eq!(admission.enqueue(request(0, Some(3), ms(9))), Err(AdmissionError::Duplicate));
-    let never_fits = |bytes, max_adapters| AdmissionError::NeverFits { bytes, max_adapters, max_bytes: 80 };
-    assert_eq!(admission.enqueue(Request::new(9, 9, 81, ms(9))), Err(never_fits(81, 2)));
-    let mut none = Admission::new(Limits::new(0, FOREVER).bytes(80));
-    assert_eq!(none.enqueue(Request::new(9, 9, 1, ms(9))), Err(never_fits(1, 0)));
-    assert_eq!(none.enqueue(Request::base(9, ms(9))), Ok(()));
-    assert_eq!(admission.enqueue(Request::new(9, 1, 21, ms(9))), Err(AdmissionError::Bytes { bytes: 21, known: 20 }));
+    let mut none = Admission::new(Limits::new(0, FOREVER));
+    assert_eq!(none.enqueue(request(9, Some(9), ms(9))), Err(AdmissionError::NoAdapters));
+    assert_eq!(none.enqueue(request(9, None, ms(9))), Ok(()));
     assert_eq!(
         (admission.finish(&0), admission.preempt(&1)),
         (Err(AdmissionError::NotRunning), Err(AdmissionError::NotRunning))
@@ -219,10 +200,6 @@ fn errors_say_what_is_wrong_and_change_nothing() {
     }
     assert_eq!((admission.num_running(), admission.num_waiting()), (0, 2));
     assert_eq!(admit(&mut admission, 10), [0, 1]);
-    admission.cancel(&0).unwrap();
-    admission.cancel(&1).unwrap();
-    // An adapter without requests is forgotten, and so is its size.
-    admission.enqueue(Request::new(9, 1, 21, ms(9))).unwrap();
 }
 
 /// What happens to an admission.
@@ -269,10 +246,10 @@ proptest! {
     /// At each offer, the batch with the offered request is within its limits, and the request is one that waits.
     #[test]
     fn no_batch_exceeds_its_limits(
-        (max_adapters, max_bytes, max_wait) in (1..6_usize, 80..300_usize, 0..40_u64),
+        (max_adapters, max_wait) in (1..6_usize, 0..40_u64),
         events in vec(event(), 1..150),
     ) {
-        let mut admission = Admission::new(Limits::new(max_adapters, ms(max_wait)).bytes(max_bytes));
+        let mut admission = Admission::new(Limits::new(max_adapters, ms(max_wait)));
         let mut known = Known::default();
         for ((time, id), event) in (100_u64..).zip(0_u32..).zip(&events) {
             match event {
@@ -287,8 +264,7 @@ proptest! {
                         let answer = *answers.next().unwrap();
                         let mut batch = known.batch();
                         batch.extend(request.adapter);
-                        let used: usize = batch.iter().map(|adapter| bytes(*adapter)).sum();
-                        let is_fit = batch.len() <= max_adapters && used <= max_bytes;
+                        let is_fit = batch.len() <= max_adapters;
                         let is_waiting = known.waiting.get(&request.id) == Some(&request.adapter);
                         if !is_fit || !is_waiting || is_stopped || skipped.contains(&request.adapter) {
                             wrong = Some(format!("{request:?} beside {:?}, {answer:?}", known.running));
@@ -333,7 +309,6 @@ proptest! {
             let batch = known.batch();
             prop_assert_eq!(admission.batch().iter().copied().collect::<BTreeSet<_>>(), batch.clone());
             prop_assert_eq!(admission.batch().len(), batch.len());
-            prop_assert_eq!(admission.batch_bytes(), batch.iter().map(|adapter| bytes(*adapter)).sum::<usize>());
             let next: Vec<_> = admission.prefetch().collect();
             let wanted = known.waiting.values().copied().flatten().filter(|adapter| !batch.contains(adapter));
             let wanted: BTreeSet<_> = wanted.collect();
@@ -342,7 +317,7 @@ proptest! {
         }
     }
 
-    /// Without overdue requests and a limit of bytes, admission leaves no room unused.
+    /// Without overdue requests, admission leaves no room unused.
     #[test]
     fn room_is_used(max_adapters in 1..6_usize, adapters in vec(prop::option::weighted(0.9, 0..12_u32), 1..40)) {
         let mut admission = waiting(Limits::new(max_adapters, FOREVER), &adapters);
@@ -359,7 +334,7 @@ proptest! {
         max_adapters in 1..4_usize,
         adapters in vec(prop::option::weighted(0.9, 0..12_u32), 1..60),
     ) {
-        let mut admission = waiting(Limits::new(max_adapters, Duration::ZERO).bytes(160), &adapters);
+        let mut admission = waiting(Limits::new(max_adapters, Duration::ZERO), &adapters);
         let mut last_entered = None;
         for step in 0.. {
             let mut before: HashSet<_> = admission.batch().iter().copied().collect();
@@ -379,12 +354,12 @@ proptest! {
     /// The bound of the module's documentation, with adversarial arrivals: some adapters are asked for in every step.
     #[test]
     fn no_request_starves(
-        (max_adapters, max_bytes, max_wait) in (1..5_usize, 80..200_usize, 0..30_u64),
+        (max_adapters, max_wait) in (1..5_usize, 0..30_u64),
         hot in 0..4_u32,
         arrivals in vec((0..200_u64, 4..12_u32, 0..20_u64), 1..60),
         longest in 1..20_u64,
     ) {
-        let mut admission = Admission::new(Limits::new(max_adapters, ms(max_wait)).bytes(max_bytes));
+        let mut admission = Admission::new(Limits::new(max_adapters, ms(max_wait)));
         let mut by_time: BTreeMap<u64, Vec<(Adapter, u64)>> = BTreeMap::new();
         for (time, adapter, length) in arrivals {
             by_time.entry(time).or_default().push((adapter, length % longest + 1));

@@ -79,7 +79,6 @@ struct Engine {
     admission: Admission<u32, AdapterId>,
     layer: LoraLinear,
     model: Model,
-    bytes: usize,
     /// What each version adds.
     values: HashMap<AdapterId, f32>,
     live: BTreeMap<u32, Live>,
@@ -97,14 +96,13 @@ impl Engine {
         let config = PoolConfig::arena_bytes(SLOTS * bytes).host_bytes(4 * bytes);
         let pool = AdapterPool::new(&model, DType::F32, capacity, config).unwrap();
         let layer = LoraLinear::new(pool.weights(StreamId::FIRST).unwrap(), id).unwrap();
-        let limits = Limits::new(MAX_ADAPTERS, Duration::from_millis(20)).bytes(MAX_ADAPTERS * bytes);
+        let limits = Limits::new(MAX_ADAPTERS, Duration::from_millis(20));
         Self {
             registry: Registry::new([BASE]),
             admission: Admission::new(limits),
             pool,
             layer,
             model,
-            bytes,
             values: HashMap::new(),
             live: BTreeMap::new(),
             next: 0,
@@ -140,8 +138,7 @@ impl Engine {
                 return;
             }
         };
-        let request =
-            served.adapter().map_or(Request::base(id, now), |adapter| Request::new(id, adapter, self.bytes, now));
+        let request = served.adapter().map_or(Request::base(id, now), |adapter| Request::new(id, adapter, now));
         self.admission.enqueue(request).unwrap();
         self.live.insert(id, Live { served, lease: None, is_running: false, steps });
         self.next += 1;
@@ -251,10 +248,7 @@ fn every_request_runs_on_its_own_version_or_is_refused() {
         engine.step(|_| false);
     }
     assert!(engine.served > 300 && engine.refused > 20, "{} served, {} refused", engine.served, engine.refused);
-    assert_eq!(
-        (engine.admission.num_running(), engine.admission.num_waiting(), engine.admission.batch_bytes()),
-        (0, 0, 0)
-    );
+    assert_eq!((engine.admission.num_running(), engine.admission.num_waiting()), (0, 0));
     assert!(engine.values.len() > 2 * NAMES.len() && engine.pool.snapshot().counters.evictions > 20);
     // The pool has what is served, and nothing else.
     while engine.pool.wait(LIMIT) {}
