@@ -88,78 +88,71 @@ impl fmt::Display for Numbers<'_> {
 /// Either all ranks of an exchange get all messages, or all get the same error. If a rank is dropped, the others get an
 /// error at once. If it neither calls nor is dropped, they get one after the time limit. The channel is broken after an
 /// error.
+///
+/// With another `M` it carries an engine's own values.
 #[derive(Debug)]
-pub struct InProcess {
+pub struct InProcess<M = Message> {
     tp: TpRank,
     time_limit: Duration,
-    shared: Arc<Shared>,
+    shared: Arc<Shared<M>>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
+struct Shared<M> {
+    state: Mutex<State<M>>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct State<M> {
     /// Number of completed exchanges.
     completed: u64,
     /// Messages of the current exchange, by rank.
-    messages: Vec<Option<Message>>,
+    messages: Vec<Option<M>>,
     /// Messages of the last completed exchange. A rank reads them before it sends its next one, so none is overwritten
     /// unread.
-    last: Vec<Message>,
+    last: Vec<M>,
     broken: Option<ChannelError>,
 }
 
 impl InProcess {
     /// The most ranks of a group. Each has a thread.
     pub const MAX_RANKS: usize = 1024;
+}
 
+impl<M: Clone> InProcess<M> {
     /// The channels of `size` ranks, by rank. In an exchange, a rank waits for the others up to `time_limit`, while
     /// they may open and fill an adapter.
     ///
     /// # Panics
-    /// If `size` is above [`MAX_RANKS`](Self::MAX_RANKS).
+    /// If `size` is above [`MAX_RANKS`](InProcess::MAX_RANKS).
     pub fn group(size: usize, time_limit: Duration) -> Vec<Self> {
-        assert!(size <= Self::MAX_RANKS, "a group of one process has up to {} ranks, not {size}", Self::MAX_RANKS);
+        let most = InProcess::<Message>::MAX_RANKS;
+        assert!(size <= most, "a group of one process has up to {most} ranks, not {size}");
         let state = State { completed: 0, messages: vec![None; size], last: Vec::new(), broken: None };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let ranks = (0..size).filter_map(|rank| TpRank::new(rank, size).ok());
         ranks.map(|tp| Self { tp, time_limit, shared: Arc::clone(&shared) }).collect()
     }
 
-    /// Locks the state. No panic can leave it inconsistent, because none happens under the lock.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn fail(&self, state: &mut State, ranks: Vec<usize>, reason: String) -> ChannelError {
-        self.shared.changed.notify_all();
-        state.broken.insert(ChannelError { ranks, reason }).clone()
-    }
-}
-
-impl Ranks for InProcess {
-    fn tp(&self) -> TpRank {
-        self.tp
-    }
-
-    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+    /// Sends a message to every rank, and returns those of all ranks, by rank: [`Ranks::all_gather`].
+    ///
+    /// # Errors
+    /// If a rank does not send in time, or has ended.
+    pub fn gather(&self, message: M) -> Result<Vec<M>, ChannelError> {
         let mut state = self.lock();
         if let Some(broken) = &state.broken {
             return Err(broken.clone());
         }
         let exchange = state.completed;
-        state.messages[self.tp.rank()] = Some(*message);
+        state.messages[self.tp.rank()] = Some(message);
         if state.messages.iter().all(Option::is_some) {
             state.last = state.messages.iter_mut().filter_map(Option::take).collect();
             state.completed += 1;
             self.shared.changed.notify_all();
             return Ok(state.last.clone());
         }
-        let is_open = |state: &mut State| state.completed == exchange && state.broken.is_none();
+        let is_open = |state: &mut State<M>| state.completed == exchange && state.broken.is_none();
         let waited = self.shared.changed.wait_timeout_while(state, self.time_limit, is_open);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if state.completed != exchange {
@@ -173,9 +166,39 @@ impl Ranks for InProcess {
         let reason = format!("no answer within {:?}", self.time_limit);
         Err(self.fail(&mut state, silent, reason))
     }
+
+    /// Fails if the channel is broken.
+    ///
+    /// # Errors
+    /// The one that broke it.
+    pub fn check(&self) -> Result<(), ChannelError> {
+        self.lock().broken.clone().map_or(Ok(()), Err)
+    }
 }
 
-impl Drop for InProcess {
+impl<M> InProcess<M> {
+    /// Locks the state. A message's `Clone` may panic under the lock, which leaves the state as it was.
+    fn lock(&self) -> MutexGuard<'_, State<M>> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fail(&self, state: &mut State<M>, ranks: Vec<usize>, reason: String) -> ChannelError {
+        self.shared.changed.notify_all();
+        state.broken.insert(ChannelError { ranks, reason }).clone()
+    }
+}
+
+impl Ranks for InProcess {
+    fn tp(&self) -> TpRank {
+        self.tp
+    }
+
+    fn all_gather(&mut self, message: &Message) -> Result<Vec<Message>, ChannelError> {
+        self.gather(*message)
+    }
+}
+
+impl<M> Drop for InProcess<M> {
     fn drop(&mut self) {
         let mut state = self.lock();
         if state.broken.is_none() {

@@ -111,5 +111,5 @@ fn tokens_and_routes_beyond_the_last_have_nothing() {
 #[test]
 #[should_panic(expected = "a group of one process has up to 1024 ranks, not 18446744073709551615")]
 fn a_group_has_as_many_ranks_as_threads() {
-    InProcess::group(MOST, Duration::from_secs(1));
+    let _: Vec<InProcess> = InProcess::group(MOST, Duration::from_secs(1));
 }

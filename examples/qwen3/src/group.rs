@@ -8,7 +8,6 @@
 //! limit.
 
 mod sockets;
-mod threads;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,11 +21,11 @@ use std::{
 };
 
 use aril::{
-    group::{ChannelError, Message, Ranks},
+    group::{ChannelError, InProcess, Message, Ranks},
     model::TpRank,
 };
 
-use self::{sockets::Sockets, threads::Threads};
+use self::sockets::Sockets;
 use crate::error::{Context, Error, Result, bail};
 
 /// The port of rank 0 unless `MASTER_PORT` names another, as PyTorch has it.
@@ -53,6 +52,16 @@ trait Link: Send + Sync {
     fn check(&self) -> std::result::Result<(), ChannelError>;
 }
 
+impl Link for InProcess<Vec<u8>> {
+    fn gather(&self, bytes: &[u8]) -> std::result::Result<Vec<Vec<u8>>, ChannelError> {
+        Self::gather(self, bytes.to_vec())
+    }
+
+    fn check(&self) -> std::result::Result<(), ChannelError> {
+        Self::check(self)
+    }
+}
+
 impl Default for Rank {
     /// The rank of a group of one.
     fn default() -> Self {
@@ -73,7 +82,11 @@ impl Rank {
     ///
     /// If no group has so many ranks.
     pub fn threads(size: usize, limit: Duration) -> Result<Vec<Self>> {
-        let links = Threads::group(size, limit).into_iter().enumerate();
+        let most = InProcess::<Message>::MAX_RANKS;
+        if size > most {
+            bail!("a group of one process has up to {most} ranks, not {size}");
+        }
+        let links = InProcess::<Vec<u8>>::group(size, limit).into_iter().enumerate();
         links.map(|(rank, link)| Ok(Self::new(TpRank::new(rank, size)?, limit, link))).collect()
     }
 
