@@ -1,19 +1,14 @@
-//! Laws of the reference, which judges all other code, and of shards computed by the CPU's operations.
+//! Laws of the reference, which judges all other code.
 //!
 //! All numbers are small integers, so that every sum is exact and laws are equations.
 
 use aril::{
-    DType,
-    adapter::{Adapter, Tensor},
-    cpu::{LoraLinear, Matrix, MatrixMut, WeightTable, Workspace},
-    model::{Activation, Halves, Linear, ModelSpec, Parallel, TpRank},
-    plan::Capacity,
+    model::{Activation, Halves},
     reference::{
         Delta, Factors, embedding,
         experts::{activation, columns, combine},
         linear,
     },
-    routing::Batch,
 };
 use proptest::prelude::*;
 
@@ -211,67 +206,8 @@ proptest! {
         let once = vec![linear(&problem.x, problem.factors(1.0)); 4];
         prop_assert_eq!(combine(&[1.0; 4], &outputs), combine(&weights, &once));
     }
-
-    /// The ranks' columns of `y`, side by side, are the whole layer's.
-    #[test]
-    fn column_shards_side_by_side_are_the_whole(problem in problems(), size in 1..4_usize) {
-        let problem = widen(&problem, 1, size);
-        let expected = values(&linear(&problem.x, problem.factors(1.0)));
-        let shards = (0..size).flat_map(|rank| shard(&problem, Parallel::Column, rank, size, &problem.x));
-        prop_assert_eq!(shards.collect::<Vec<_>>(), expected);
-    }
-
-    /// The ranks' partial sums add up to the whole layer's.
-    #[test]
-    fn row_shards_add_up_to_the_whole(problem in problems(), size in 1..4_usize) {
-        let problem = widen(&problem, size, 1);
-        let expected = values(&linear(&problem.x, problem.factors(1.0)));
-        let mut sum = vec![0.0; expected.len()];
-        for (rank, x) in problem.x.chunks(problem.x.len() / size).enumerate() {
-            let partial = shard(&problem, Parallel::Row, rank, size, x);
-            sum.iter_mut().zip(partial).for_each(|(sum, partial)| *sum += partial);
-        }
-        prop_assert_eq!(sum, expected);
-    }
 }
 
 fn identity(size: usize) -> Vec<f64> {
     (0..size * size).map(|i| f64::from(u8::from(i / size == i % size))).collect()
-}
-
-/// The problem with its inputs and outputs repeated, so that they divide over ranks.
-fn widen(problem: &Problem, inputs: usize, outputs: usize) -> Problem {
-    let a = problem.a.chunks(problem.x.len()).flat_map(|row| row.repeat(inputs)).collect();
-    Problem { x: problem.x.repeat(inputs), a, b: problem.b.repeat(outputs), w: Vec::new(), rank: problem.rank }
-}
-
-/// What a rank's layer adds to zeros, on the CPU.
-fn shard(problem: &Problem, parallel: Parallel, rank: usize, size: usize, x: &[f64]) -> Vec<f64> {
-    let narrow = |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
-    let tensor = |rows: usize, values: &[f64]| {
-        let shape = [rows, values.len() / rows];
-        Tensor::new(DType::F32, shape, bytemuck::cast_slice(&narrow(values)).to_vec()).unwrap()
-    };
-    let tensors = [
-        ("m.o.lora_A.weight".to_owned(), tensor(problem.rank, &problem.a)),
-        ("m.o.lora_B.weight".to_owned(), tensor(problem.out_features(), &problem.b)),
-    ];
-    let config = format!(r#"{{"peft_type": "LORA", "r": {0}, "lora_alpha": {0}}}"#, problem.rank);
-    let adapter = Adapter::from_tensors(&config, tensors).unwrap();
-
-    let mut spec = ModelSpec::new();
-    let whole_in = problem.a.len() / problem.rank;
-    let id = spec.linear(Linear::new("m", parallel, whole_in).slice("o", problem.out_features())).unwrap();
-    let model = spec.shard(TpRank::new(rank, size).unwrap()).unwrap();
-    let image = adapter.plan(&model, DType::F32).unwrap();
-    let capacity = Capacity::tokens(1).slots(1).rank(problem.rank);
-    let weights = WeightTable::new(&model, DType::F32, capacity, image.bytes()).unwrap();
-    let slots = [weights.load(0, &image).unwrap()];
-    let mut y = vec![0.0; model[id].out_features()];
-    let (x, columns) = (narrow(x), y.len());
-    let (x, y_matrix) = (Matrix::new(&x, 1, x.len()).unwrap(), MatrixMut::new(&mut y, 1, columns).unwrap());
-    let (batch, mut workspace) = (Batch::new(&slots), Workspace::default());
-    let mut step = weights.step(&batch, &mut workspace).unwrap();
-    LoraLinear::new(&weights, id).unwrap().add_delta(&mut step, x, y_matrix).unwrap();
-    y.into_iter().map(f64::from).collect()
 }
