@@ -340,72 +340,30 @@ fn configurations_that_the_forward_does_not_implement_are_refused_by_name() {
         let model = files.model_like(like, "model", |config| drop(config.insert(field.into(), value)));
         refuses(["--model", &model], &["config.json", needle]);
     }
+    for (place, field, value) in [
+        ("", "quant_method", json!("gptq")),
+        ("", "format", json!("marlin-24")),
+        ("", "kv_cache_scheme", json!({ "num_bits": 8 })),
+        ("", "config_groups", json!({})),
+        ("/config_groups/group_0", "input_activations", json!({ "num_bits": 8 })),
+        ("/config_groups/group_0/weights", "num_bits", json!(3)),
+        ("/config_groups/group_0/weights", "type", json!("float")),
+        ("/config_groups/group_0/weights", "symmetric", json!(false)),
+        ("/config_groups/group_0/weights", "strategy", json!("channel")),
+        ("/config_groups/group_0/weights", "actorder", json!("group")),
+        ("/config_groups/group_0/weights", "group_size", json!(16)),
+        ("/config_groups/group_0/weights", "group_size", json!(null)),
+    ] {
+        let place = format!("/quantization_config{place}");
+        let model = files.model_like("qwen3-moe-int4", "model", |config| set(config, &place, field, value));
+        refuses(["--model", &model], &["config.json", "quantization_config", field]);
+    }
     let requests = files.requests(&json!([{ "prompt": QUESTION }]));
     let causal = files.model("causal", |config| {
         config.insert("is_causal".into(), json!(true));
         config.insert("rope_scaling".into(), json!({}));
     });
     assert_eq!(succeeds(["--model", &causal, "--requests", &requests]), succeeds(["--requests", &requests]));
-}
-
-#[test]
-fn quantizations_that_the_forward_does_not_implement_are_refused_by_name() {
-    let weights = "/quantization_config/config_groups/group_0/weights";
-    let group = "/quantization_config/config_groups/group_0";
-    let cases = [
-        ("/quantization_config", "quant_method", json!("gptq")),
-        ("/quantization_config", "format", json!("marlin-24")),
-        ("/quantization_config", "kv_cache_scheme", json!({ "num_bits": 8 })),
-        ("/quantization_config", "config_groups", json!({})),
-        (group, "input_activations", json!({ "num_bits": 8 })),
-        (weights, "num_bits", json!(3)),
-        (weights, "type", json!("float")),
-        (weights, "symmetric", json!(false)),
-        (weights, "strategy", json!("channel")),
-        (weights, "actorder", json!("group")),
-        (weights, "group_size", json!(16)),
-        (weights, "group_size", json!(null)),
-    ];
-    let files = Files::new();
-    for (place, field, value) in cases {
-        let model = files.model_like("qwen3-moe-int4", "model", |config| set(config, place, field, value));
-        refuses(["--model", &model], &["config.json", "quantization_config", field]);
-    }
-}
-
-#[test]
-fn weights_in_4_bits_that_are_not_the_models_are_named() {
-    let module = "model.layers.1.mlp.experts.3.up_proj";
-    let files = Files::new();
-    let tampered = |change: &dyn Fn(&mut Tensors)| files.tensors("qwen3-moe-int4", change);
-    for part in ["weight_scale", "weight_shape"] {
-        let missing = tampered(&|tensors| {
-            tensors.remove(&format!("{module}.{part}"));
-        });
-        refuses(["--model", &missing], &[&format!("{module}.{part}"), "missing"]);
-    }
-    let shape = format!("{module}.weight_shape");
-    let wrong = tampered(&|tensors| tensors.get_mut(&shape).expect("it is there").2[0] = 33);
-    refuses(["--model", &wrong], &["model.safetensors", &shape, "[33, 64]", "[32, 64]"]);
-    let scale = format!("{module}.weight_scale");
-    let broken = tampered(&|tensors| tensors.get_mut(&scale).expect("it is there").2[..2].fill(0xff));
-    refuses(["--model", &broken], &["model.safetensors", &scale, "element 0"]);
-    let packed = format!("{module}.weight_packed");
-    let reshaped = tampered(&|tensors| tensors.get_mut(&packed).expect("it is there").1.reverse());
-    refuses(["--model", &reshaped], &[&packed, "[8, 32]", "[32, 8]"]);
-    let coarse = files.model_like("qwen3-moe-int4", "coarse", |config| {
-        config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(96);
-    });
-    refuses(["--model", &coarse], &["model.safetensors", "weight_packed", "groups of 96"]);
-    let wide = files.model_like("qwen3-moe-int4", "wide", |config| {
-        config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = json!(8);
-    });
-    refuses(["--model", &wide], &["model.safetensors", "weight_packed", "[64, 8]", "[64, 16]"]);
-    // Without the configuration, nothing declares weights in 4 bits.
-    let unsaid = files.model_like("qwen3-moe-int4", "unsaid", |config| {
-        config.remove("quantization_config");
-    });
-    refuses(["--model", &unsaid], &["q_proj.weight", "missing"]);
 }
 
 #[test]
@@ -452,31 +410,47 @@ fn broken_shards_are_named() {
 
 #[test]
 fn tensors_that_are_not_the_models_are_named() {
-    let norm = "model.layers.1.mlp.up_proj.weight";
     let files = Files::new();
-    let tampered = |change: &dyn Fn(&mut Tensors)| files.tensors("qwen3", change);
-    let extra = tampered(&|tensors| {
-        tensors.insert("model.layers.4.mlp.up_proj.weight".into(), tensors[norm].clone());
-    });
-    refuses(["--model", &extra], &["model.safetensors", "model.layers.4.mlp.up_proj.weight"]);
-    let missing = tampered(&|tensors| {
-        tensors.remove(norm);
-    });
-    refuses(["--model", &missing], &["model.safetensors", norm, "missing"]);
-    let reshaped = tampered(&|tensors| tensors.get_mut(norm).expect("it is there").1.reverse());
-    refuses(["--model", &reshaped], &[norm, "[64, 168]", "[168, 64]"]);
-    for value in [f32::NAN, f32::INFINITY] {
-        let broken = tampered(&|tensors| {
-            let bytes = &mut tensors.get_mut(norm).expect("it is there").2;
-            bytes[20..22].copy_from_slice(&bf16::from_f32(value).to_le_bytes());
-        });
-        refuses(["--model", &broken], &["model.safetensors", norm, "element 10"]);
+    let refuse = |like: &str, dtype: &str, change: &dyn Fn(&mut Tensors), needles: &[&str]| {
+        refuses(["--model", &files.tensors(like, change), "--dtype", dtype], needles);
+    };
+    let (up, another) = ("model.layers.1.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight");
+    let add = |tensors: &mut Tensors| drop(tensors.insert(another.into(), tensors[up].clone()));
+    refuse("qwen3", "bf16", &add, &["model.safetensors", another]);
+    refuse("qwen3", "bf16", &|tensors| drop(tensors.remove(up)), &["model.safetensors", up, "missing"]);
+    refuse("qwen3", "bf16", &|tensors| of(tensors, up).1.reverse(), &[up, "[64, 168]", "[168, 64]"]);
+    for (value, dtype, needle) in
+        [(f32::NAN, "bf16", "element 10"), (f32::INFINITY, "bf16", "element 10"), (1e6, "f16", "f16")]
+    {
+        let bits = bf16::from_f32(value).to_le_bytes();
+        refuse("qwen3", dtype, &|tensors| of(tensors, up).2[20..22].copy_from_slice(&bits), &[up, needle]);
     }
-    let large = tampered(&|tensors| {
-        let bytes = &mut tensors.get_mut(norm).expect("it is there").2;
-        bytes[20..22].copy_from_slice(&bf16::from_f32(1e6).to_le_bytes());
-    });
-    refuses(["--model", &large, "--dtype", "f16"], &[norm, "f16"]);
+    // Of experts in 4 bits.
+    let [packed, scale, shape] =
+        ["packed", "scale", "shape"].map(|part| format!("model.layers.1.mlp.experts.3.up_proj.weight_{part}"));
+    let refuse = |change: &dyn Fn(&mut Tensors), needles: &[&str]| refuse("qwen3-moe-int4", "bf16", change, needles);
+    for part in [&scale, &shape] {
+        refuse(&|tensors| drop(tensors.remove(part)), &[part, "missing"]);
+    }
+    refuse(&|tensors| of(tensors, &shape).2[0] = 33, &["model.safetensors", &shape, "[33, 64]", "[32, 64]"]);
+    refuse(&|tensors| of(tensors, &scale).2[..2].fill(0xff), &["model.safetensors", &scale, "element 0"]);
+    refuse(&|tensors| of(tensors, &packed).1.reverse(), &[&packed, "[8, 32]", "[32, 8]"]);
+    let weights = "/quantization_config/config_groups/group_0/weights";
+    for (field, value, needles) in [
+        ("group_size", json!(96), &["weight_packed", "groups of 96"][..]),
+        ("num_bits", json!(8), &["weight_packed", "[64, 8]", "[64, 16]"]),
+    ] {
+        let model = files.model_like("qwen3-moe-int4", "model", |config| set(config, weights, field, value));
+        refuses(["--model", &model], &[&["model.safetensors"], needles].concat());
+    }
+    // Without the configuration, nothing declares weights in 4 bits.
+    let unsaid = files.model_like("qwen3-moe-int4", "model", |config| drop(config.remove("quantization_config")));
+    refuses(["--model", &unsaid], &["q_proj.weight", "missing"]);
+}
+
+/// A tensor to change.
+fn of<'t>(tensors: &'t mut Tensors, name: &str) -> &'t mut (Dtype, Vec<usize>, Vec<u8>) {
+    tensors.get_mut(name).expect("it is there")
 }
 
 #[test]
@@ -741,7 +715,7 @@ fn requests_that_are_too_large_are_refused_before_anything_is_made_of_them() {
     let requests = files.requests(&json!(many));
     let refused = limited(1 << 20, ["--model", &model, "--requests", &requests, "--max-new-tokens", "4000000"]);
     assert!(refused.contains("memory"), "{refused}");
-    let requests = files.requests(&json!([{ "prompt": "a ".repeat(25 << 20) }]));
+    let requests = files.requests(&json!([{ "prompt": "a ".repeat(8 << 20) }]));
     let refused = limited(1 << 20, ["--requests", &requests]);
     assert!(refused.contains("request 0") && refused.contains("the model has 512 positions"), "{refused}");
 }
