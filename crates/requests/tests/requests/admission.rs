@@ -364,9 +364,10 @@ proptest! {
         for (time, adapter, length) in arrivals {
             by_time.entry(time).or_default().push((adapter, length % longest + 1));
         }
-        // Of each request: its arrival and its length; of those that run, their end; of overdue ones, the latest
-        // admission.
-        let (mut arrived, mut ends, mut latest) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        // The length of each request; the arrivals of those that wait, the ends of those that run, and the latest
+        // admissions of overdue ones.
+        let (mut lengths, mut waiting, mut ends, mut latest) =
+            (Vec::new(), BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for now in 0..600_u64 {
             let finished: Vec<u32> = ends.iter().filter(|(_, end)| **end <= now).map(|(id, _)| *id).collect();
             for id in finished {
@@ -375,25 +376,22 @@ proptest! {
             }
             let hot = (0..hot).map(|adapter| (adapter, longest));
             for (adapter, length) in hot.chain(by_time.remove(&now).unwrap_or_default()) {
-                let id = u32::try_from(arrived.len()).unwrap();
+                let id = u32::try_from(lengths.len()).unwrap();
                 admission.enqueue(request(id, Some(adapter), ms(now))).unwrap();
-                arrived.push((now, length, true));
+                lengths.push(length);
+                waiting.insert(id, now);
             }
-            let mut older = 0;
-            for (id, (arrival, _, is_waiting)) in (0_u32..).zip(&arrived) {
-                if *is_waiting && now - arrival >= max_wait {
-                    latest.entry(id).or_insert(now + (older + 1) * (longest + 1));
-                }
-                older += u64::from(*is_waiting);
+            let overdue = (1..).zip(&waiting).take_while(|(_, (_, arrival))| now - **arrival >= max_wait);
+            for (place, (id, _)) in overdue {
+                latest.entry(*id).or_insert(now + place * (longest + 1));
             }
             for id in admit(&mut admission, now) {
-                let (_, length, is_waiting) = &mut arrived[id as usize];
-                *is_waiting = false;
-                ends.insert(id, now + *length);
+                waiting.remove(&id);
+                ends.insert(id, now + lengths[id as usize]);
                 latest.remove(&id);
             }
             for (id, latest) in &latest {
-                prop_assert!(now < *latest, "{id} arrived at {:?} and still waits at {now}", arrived[*id as usize].0);
+                prop_assert!(now < *latest, "{id} arrived at {} and still waits at {now}", waiting[id]);
             }
         }
     }
