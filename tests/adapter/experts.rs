@@ -17,7 +17,10 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::{
-    common::adapters::{Parts, round, tensor},
+    common::{
+        adapters::{Parts, round, tensor},
+        small::more_cases,
+    },
     refused,
 };
 
@@ -474,6 +477,8 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(more_cases(32)))]
+
     /// Every form that can express an adapter gives the same block, which equals the adapter element by element.
     #[test]
     fn all_forms_give_the_same(case in cases()) {
@@ -501,6 +506,8 @@ fn joined(first: &Pair, second: &Pair) -> Pair {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(more_cases(32)))]
+
     /// Adapters of any two forms, each halved, are as one adapter of each expert that has the factors of both, with
     /// what all experts share stored once. Either may lack experts.
     #[test]

@@ -413,35 +413,38 @@ pub fn halved(halves: &[i8]) -> Vec<f32> {
     halves.iter().map(|&half| f32::from(half) / 2.0).collect()
 }
 
-/// Any case of up to `max_tokens` tokens. `layer` chooses a layer for the numbers of tokens and adapters.
-pub fn cases<L: Layer, S: Strategy<Value = L>>(
+/// Any case of up to `max_tokens` tokens. `layer` chooses a layer for the numbers of tokens and adapters. Strategies are
+/// boxed, here and where layers are chosen: without optimisation, what they hold would not fit on a thread's stack.
+pub fn cases<L: Layer + 'static, S: Strategy<Value = L> + 'static>(
     max_tokens: usize,
-    layer: impl Fn(usize, usize) -> S,
-) -> impl Strategy<Value = Case<L>> {
+    layer: impl Fn(usize, usize) -> S + 'static,
+) -> BoxedStrategy<Case<L>> {
     // Some tables have more slots than kernels load descriptors of at once.
     let empty_slots = prop_oneof![4 => 0..=2_usize, 1 => 30..=70_usize];
-    (0..=max_tokens, 0..=5_usize, empty_slots).prop_flat_map(move |(num_tokens, num_adapters, empty_slots)| {
-        let layer = layer(num_tokens, num_adapters);
-        let slots = indices(num_adapters + empty_slots.min(2), num_tokens);
-        let scales = prop::option::of(prop::collection::vec(-4..=4_i8, num_tokens));
-        let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
-        let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
-        let gaps = || prop::array::uniform3(prop_oneof![Just(0), 0..9_usize]);
-        (layer, slots, scales, dtype, values, gaps(), gaps(), any::<u64>(), any::<bool>()).prop_map(
-            move |(layer, slots, half_scales, dtype, values, offsets, gaps, seed, separate)| Case {
-                layer,
-                dtype,
-                values,
-                empty_slots,
-                slots,
-                half_scales,
-                offsets,
-                gaps,
-                seed,
-                separate,
-            },
-        )
-    })
+    let cases =
+        (0..=max_tokens, 0..=5_usize, empty_slots).prop_flat_map(move |(num_tokens, num_adapters, empty_slots)| {
+            let layer = layer(num_tokens, num_adapters).boxed();
+            let slots = indices(num_adapters + empty_slots.min(2), num_tokens);
+            let scales = prop::option::of(prop::collection::vec(-4..=4_i8, num_tokens));
+            let dtype = prop_oneof![Just(Dtype::BF16), Just(Dtype::F16), Just(Dtype::F32)];
+            let values = prop_oneof![Just(Values::Exact), Just(Values::Rounded)];
+            let gaps = || prop::array::uniform3(prop_oneof![Just(0), 0..9_usize]);
+            (layer, slots, scales, dtype, values, gaps(), gaps(), any::<u64>(), any::<bool>()).prop_map(
+                move |(layer, slots, half_scales, dtype, values, offsets, gaps, seed, separate)| Case {
+                    layer,
+                    dtype,
+                    values,
+                    empty_slots,
+                    slots,
+                    half_scales,
+                    offsets,
+                    gaps,
+                    seed,
+                    separate,
+                },
+            )
+        });
+    cases.boxed()
 }
 
 /// Any number of features, small or large, a multiple of 8 or not.

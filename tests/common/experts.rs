@@ -628,10 +628,10 @@ pub fn cases(sizes: Sizes) -> impl Strategy<Value = Case> {
 }
 
 fn layers(sizes: Sizes, num_tokens: usize, num_adapters: usize) -> impl Strategy<Value = Moe> {
-    (any_shape(sizes), 1..=sizes.max_top_k).prop_flat_map(move |(shape, top_k)| {
+    (any_shape(sizes).boxed(), 1..=sizes.max_top_k).prop_flat_map(move |(shape, top_k)| {
         let num_routes = num_tokens * top_k;
-        let op = ops(shape.halves != Order::Ungated);
-        let adapters = prop::collection::vec(loras(shape.num_experts, sizes.max_rank), num_adapters);
+        let op = ops(shape.halves != Order::Ungated).boxed();
+        let adapters = prop::collection::vec(loras(shape.num_experts, sizes.max_rank).boxed(), num_adapters);
         let ids = prop_oneof![
             indices(shape.held.len(), num_routes).boxed(),
             different_indices(shape.held.len(), num_tokens, top_k).boxed(),

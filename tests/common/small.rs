@@ -24,6 +24,11 @@ pub fn choose<T>(all: T, few: T) -> T {
     if is_wanted() { few } else { all }
 }
 
+/// This many random cases, or `ARIL_MORE_CASES` times as many.
+pub fn more_cases(cases: u32) -> u32 {
+    cases * env::var("ARIL_MORE_CASES").map_or(1, |times| times.parse().expect("ARIL_MORE_CASES is a number"))
+}
+
 /// `PROPTEST_CASES`, or this many random cases, or few.
 pub fn random_cases(wanted: u32) -> u32 {
     env::var("PROPTEST_CASES")

@@ -8,6 +8,7 @@ use crate::{
         cpu::{matrix, matrix_mut, table},
         dense::Sizes,
         slices::SliceBuffers,
+        small::more_cases,
     },
     for_dtype,
 };
@@ -37,6 +38,8 @@ impl Subject<Consumed> for Cpu {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(more_cases(32)))]
+
     #[test]
     fn consumers_agree_with_the_reference(case in cases(Sizes::SMALL)) {
         let case = Case::from_environment().unwrap_or(case);

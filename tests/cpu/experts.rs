@@ -5,6 +5,7 @@ use crate::{
         case::{Subject, loaded_slots},
         cpu::{self, matrix, matrix_mut, slots},
         experts::{Case, DOWN, GATE, Moe, Order, Pairs, Shape, Sizes, UP, World, cases, launch_on_cpu},
+        small::more_cases,
         values::Values,
     },
     for_dtype,
@@ -52,6 +53,8 @@ fn infinite_sums_stay_infinite() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(more_cases(32)))]
+
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes::SMALL)) {
         let case = Case::from_environment().unwrap_or(case);

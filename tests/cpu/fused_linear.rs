@@ -9,6 +9,7 @@ use crate::{
         dense::{self, Sizes},
         fused_linear::{Case, Fused, World, cases},
         slices::SliceBuffers,
+        small::more_cases,
         values::Values,
     },
     for_dtype,
@@ -62,6 +63,8 @@ fn infinite_sums_stay_infinite() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(more_cases(32)))]
+
     #[test]
     fn cpu_agrees_with_the_reference(case in cases(Sizes { max_tokens: MAX_FORWARD_TOKENS, ..Sizes::SMALL })) {
         let case = Case::from_environment().unwrap_or(case);
