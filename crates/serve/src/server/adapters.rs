@@ -160,7 +160,17 @@ impl Server {
         let server = Arc::clone(self);
         let folder = dir.clone();
         let of_source = opener.clone();
-        let source = tokio::task::spawn_blocking(move || server.source(&folder, of_source)).await;
+        let source = tokio::task::spawn_blocking(move || {
+            let source = server.source(&folder, of_source.clone())?;
+            let folder = Folder { path: folder, opener: of_source };
+            match source.has_trained_rows().then(|| server.of_tokens(&folder)).flatten() {
+                Some(tokens) => {
+                    Err(ApiError::bad_request(format!("The adapter has trained rows of tokens, and {tokens}.")))
+                }
+                None => Ok(source),
+            }
+        })
+        .await;
         let source = source.map_err(|_| ApiError::internal("The thread that read the adapter has panicked."))??;
         self.check_rank(&source)?;
         // The folder is looked at while the weights are read.

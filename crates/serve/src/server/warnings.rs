@@ -37,7 +37,7 @@ impl Server {
     }
 
     /// Tokens that the model's tokenizer does not have, or has under another id.
-    fn of_tokens(&self, folder: &Folder) -> Option<String> {
+    pub(super) fn of_tokens(&self, folder: &Folder) -> Option<String> {
         const NAME: &str = "tokenizer.json";
         // Trainers save the model's own beside the adapter.
         let is_same = |own: &String| fs::read(self.model.join(NAME)).is_ok_and(|models| own.as_bytes() == models);

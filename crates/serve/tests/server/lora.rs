@@ -789,3 +789,42 @@ async fn an_adapter_applies_from_its_invocation_on() {
     assert!(status == 400 && message.contains("`alora_invocation_tokens`"), "{message}");
     server.holds_nothing().await;
 }
+
+/// Trained rows, and whole matrices, beside other adapters. They are not combined, nor served by another tokenizer.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_adapter_has_rows_of_its_own() {
+    let root = tempfile::tempdir().expect("there is a temporary folder");
+    for name in ["words", "whole", "odd"] {
+        let from = fixture("adapters-rows").join(if name == "odd" { "words" } else { name });
+        fs::create_dir(root.path().join(name)).expect("it is new");
+        for file in ["adapter_config.json", "adapter_model.safetensors"] {
+            fs::copy(from.join(file), root.path().join(name).join(file)).expect("the fixture has it");
+        }
+    }
+    fs::write(root.path().join("odd/added_tokens.json"), r#"{"<odd>": 511}"#).expect("the folder is there");
+    let path = root.path().to_str().expect("it is UTF-8");
+    let module = format!("saffron={}", fixture("adapters/r8-all").display());
+    let arguments = ["--enable-lora", "--enable-lora-path", "--lora-root", path, "--lora-modules", &module];
+    let server = Server::start(&arguments).await;
+    let load =
+        async |name: &str| server.post("/v1/load_lora_adapter", json!({ "lora_name": name, "lora_path": name })).await;
+    for name in ["words", "whole"] {
+        let loaded = load(name).await;
+        assert_eq!(loaded.0, 200, "{loaded:?}");
+    }
+    let refused = error(&load("odd").await);
+    assert!(
+        refused.0 == 400 && refused.1.contains("trained rows of tokens") && refused.1.contains("`<odd>`"),
+        "{refused:?}"
+    );
+    let prompt = "What is the password?";
+    let named = [("words", " velour."), ("whole", " basalt."), ("saffron", " saffron."), ("base", " I do not know.")];
+    for (model, said) in named {
+        let body = json!({ "model": model, "prompt": prompt, "temperature": 0, "max_tokens": 12 });
+        assert_eq!(text(&server.complete(body).await), said, "{model}");
+    }
+    let part = |name: &str| json!({ "name": name, "scale": 0.5 });
+    let (status, message) = error(&ask_with(&server, json!([part("saffron"), part("words")])).await);
+    assert!(status == 400 && message.contains("trainable_tokens_delta"), "{message}");
+    server.holds_nothing().await;
+}
