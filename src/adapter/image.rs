@@ -238,7 +238,7 @@ impl<'a> SlotImage<'a> {
     /// The factors, in the order of the block; `None` if not all are in the memory of a device, each as one matrix.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(&self) -> Option<Vec<FactorOnDevice<'a>>> {
-        self.parts.par_iter().with_min_len(64).map(Rectangle::on_device).collect()
+        self.parts.par_iter().with_min_len(1024).map(Rectangle::on_device).collect()
     }
 
     /// The error of the factor with this number in the block, which could not be written.

@@ -226,9 +226,9 @@ impl Scheduler {
             // All of its tokens are the base model's.
             request.adapter = None;
         }
-        let entry = match request.adapter.and_then(|id| Some((id, self.versions.get(&id)?))) {
+        let entry = match request.adapter.filter(|adapter| self.versions.contains_key(adapter)) {
             None => admission::Request::base(id, now),
-            Some((adapter, version)) => {
+            Some(adapter) => {
                 if pool.has_failed(adapter) {
                     // Its files may be whole again.
                     pool.retry(adapter).map_err(|error| failure(&error))?;

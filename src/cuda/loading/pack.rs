@@ -16,7 +16,7 @@ use crate::{
 
 const FACTORS_PER_LAUNCH: usize = ffi::ARIL_PACK_FACTORS as usize;
 /// Factors that one thread looks up at least.
-const MIN_FACTORS: usize = 64;
+const MIN_FACTORS: usize = 1024;
 
 /// An image each of whose factors is a matrix in memory of one context.
 #[derive(Debug)]
